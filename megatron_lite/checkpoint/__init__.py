@@ -1,0 +1,1 @@
+"""Which pieces a rank owns; saving, loading and resharding them."""

@@ -1,0 +1,1 @@
+"""What a run is: typed recipes, checked on a machine without torch."""

@@ -1,0 +1,1 @@
+"""From text to packed rows: corpus, packing, blend, loader."""

@@ -1,0 +1,1 @@
+"""What a run tells the person who watches it."""

@@ -1,0 +1,1 @@
+"""Plain torch: the truth every faster kernel is compared with."""

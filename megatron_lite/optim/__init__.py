@@ -1,0 +1,1 @@
+"""Flat buffers, the ZeRO-1 optimizer and learning-rate schedules."""

@@ -1,0 +1,1 @@
+"""The grid of ranks, collectives with gradients, and the layers that use them."""

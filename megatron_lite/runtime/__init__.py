@@ -1,0 +1,1 @@
+"""Launch, signals and shared decisions of the ranks."""

@@ -1,0 +1,1 @@
+"""One optimizer step, the loop around it, and the stages of a recipe."""
