@@ -9,7 +9,8 @@ from pydantic import Field, StringConstraints
 from megatron_lite.config.model import ModelConfig, RopeScaling
 from megatron_lite.config.section import Section
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]  # no dots: --set divides keys at them
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Tokenizer(Section):
@@ -44,7 +45,7 @@ class Kernels(Section):
 class Optimizer(Section):
     """AdamW; one-dimensional parameters are never decayed."""
 
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     clip: float = Field(default=1.0, ge=0)  # largest global gradient norm; 0 = never clip
@@ -100,7 +101,7 @@ class Logging(Section):
 class Source(Section):
     """One corpus of a blend."""
 
-    path: str  # prefix of a .bin/.idx pair
+    path: str = Field(min_length=1)  # prefix of a .bin/.idx pair
     max_epochs: float | None = Field(default=None, gt=0)  # error when a stage would need more
     min_length: int = Field(default=0, ge=0)  # documents shorter than this are left out (tokens)
     max_length: int | None = Field(default=None, ge=1)  # longer ones are left out
@@ -116,6 +117,18 @@ class Schedule(Section):
     decay_steps: int | None = Field(default=None, ge=0)  # wsd: length of the final decay; exactly one of the two
     decay_tokens: int | None = Field(default=None, ge=0)
     shape: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+
+    def warmup(self, batch_tokens: int) -> int:
+        """Updates of warm-up."""
+        return _updates(self.warmup_steps, self.warmup_tokens, batch_tokens)
+
+    def decay(self, batch_tokens: int) -> int:
+        """Updates of the final decay (wsd)."""
+        return _updates(self.decay_steps, self.decay_tokens, batch_tokens)
+
+
+def _updates(steps: int | None, tokens: int | None, batch_tokens: int) -> int:
+    return steps if steps is not None else -(-(tokens or 0) // batch_tokens)
 
 
 class Stage(Section):
@@ -156,7 +169,7 @@ class Stage(Section):
 class Recipe(Section):
     """Everything a run is."""
 
-    run: str  # folder of all output
+    run: str = Field(min_length=1)  # folder of all output
     seed: int = 1234
     precision: Literal["bf16", "fp32"] = "bf16"
     init_from: str | None = None  # checkpoint folder instead of random weights for the first stage

@@ -1,0 +1,447 @@
+"""Rules that need more than one field: one function each, with numbers and what to change in every message.
+
+What depends on the machine (files, kernels) is checked where it is opened.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.schema import Parallel, Recipe, Source, Stage
+from megatron_lite.config.stages import OVERRIDABLE
+from megatron_lite.config.suggest import did_you_mean
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A message, and the dotted keys of the recipe that it speaks about."""
+
+    keys: tuple[str, ...]
+    message: str
+
+    def touches(self, paths: Iterable[str]) -> bool:
+        """Does it depend on a value at, above or below one of `paths`?"""
+        return any(f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in self.keys for b in paths)
+
+
+@dataclass(frozen=True)
+class StageView:
+    """One stage with what is in force while it runs."""
+
+    index: int
+    recipe: Recipe  # as loaded, without the stage's overrides
+    model: ModelConfig
+    parallel: Parallel
+    ranks: int | None  # launched, or what the recipe is meant for; None = unknown
+
+    @property
+    def stage(self) -> Stage:
+        """The stage itself."""
+        return self.recipe.stages[self.index]
+
+    @property
+    def where(self) -> str:
+        """What messages about the stage begin with."""
+        return f"stages.{self.index} ({self.stage.name})"
+
+    @property
+    def layout_where(self) -> str:
+        """What messages about its layout begin with: the stage only if it has a layout of its own."""
+        return self.where if self.stage.parallel else "[parallel]"
+
+    @property
+    def dp(self) -> int | None:
+        """Data-parallel ranks, if the number of ranks is known and divisible."""
+        group = ranks_of_one_replica(self.parallel)
+        return self.ranks // group if self.ranks and self.ranks % group == 0 else None
+
+    def says(self, message: str, *keys: str) -> Violation:
+        """A violation that depends on keys of the stage, and on keys of sections it may override."""
+        mine = tuple(f"stages.{self.index}.{key}" for key in keys)
+        return Violation(mine + tuple(key for key in keys if key.split(".")[0] in (*OVERRIDABLE, "model")), message)
+
+
+Found = Iterator[Violation]
+
+
+def ranks_of_one_replica(parallel: Parallel) -> int:
+    """Ranks that together hold the model once and see one micro-batch: the multiple that a launch must be of."""
+    return parallel.pp * parallel.cp * parallel.tp
+
+
+# --- the recipe as a whole ---
+
+
+def stage_names_are_distinct(recipe: Recipe) -> Found:
+    """A stage is started by its name or number."""
+    for name, count in Counter(stage.name for stage in recipe.stages).items():
+        keys = tuple(f"stages.{i}.name" for i, stage in enumerate(recipe.stages) if stage.name == name)
+        if count > 1:
+            yield Violation(keys, f"{count} stages are called '{name}'; give each its own name")
+        if name.isdigit():
+            yield Violation(keys, f"the stage name '{name}' could be mistaken for a stage's number; use a word")
+
+
+def first_stage_starts_once(recipe: Recipe) -> Found:
+    """init_from is where the first stage starts when that says 'previous'."""
+    start = recipe.stages[0].start
+    if recipe.init_from is not None and start != "previous":
+        yield Violation(
+            ("init_from", "stages.0.start"),
+            f"init_from = '{recipe.init_from}' and stages.0.start = '{start}' both say where the first stage starts; "
+            "remove one",
+        )
+
+
+def source_lengths_leave_something(recipe: Recipe) -> Found:
+    """min_length <= max_length."""
+    for where, source in _all_sources(recipe):
+        if source.max_length is not None and source.min_length > source.max_length:
+            yield Violation(
+                (f"{where}.min_length", f"{where}.max_length"),
+                f"{where}: min_length={source.min_length} is above max_length={source.max_length}, "
+                "which leaves no document",
+            )
+
+
+def validation_has_no_epochs(recipe: Recipe) -> Found:
+    """Validation sets are read once, from their start."""
+    for name, source in recipe.validation.items():
+        if source.max_epochs is not None:
+            where = f"validation.{name}.max_epochs"
+            yield Violation((where,), f"{where} has no meaning: a validation set is read once; remove it")
+
+
+def evaluation_has_sets(recipe: Recipe) -> Found:
+    """Evaluating every so often needs something to evaluate on."""
+    if recipe.evaluation.every and not recipe.validation:
+        yield Violation(
+            ("evaluation.every", "validation"),
+            f"evaluation.every={recipe.evaluation.every} but there is no [validation.NAME]; add one or set it to 0",
+        )
+
+
+def _all_sources(recipe: Recipe) -> Iterator[tuple[str, Source]]:
+    yield from ((f"sources.{name}", source) for name, source in recipe.sources.items())
+    yield from ((f"validation.{name}", source) for name, source in recipe.validation.items())
+
+
+# --- the model ---
+
+
+def query_heads_share_kv_heads_evenly(model: ModelConfig) -> Found:
+    """Grouped-query attention: every kv head serves equally many query heads."""
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if heads % kv_heads:
+        yield Violation(
+            ("model.num_attention_heads", "model.num_key_value_heads"),
+            f"[model]: num_attention_heads={heads} is not divisible by num_key_value_heads={kv_heads}; "
+            "change one of them",
+        )
+
+
+def rotated_dims_are_even(model: ModelConfig) -> Found:
+    """RoPE turns pairs of dims."""
+    if model.rotary_dim % 2 or model.rotary_dim == 0:
+        yield Violation(
+            ("model.head_dim", "model.partial_rotary_factor"),
+            f"[model]: head_dim={model.head_dim} x partial_rotary_factor={model.partial_rotary_factor} rotates "
+            f"{model.rotary_dim} dims of a head; it must be an even number above 0",
+        )
+
+
+def model_type_has_its_parts(model: ModelConfig) -> Found:
+    """A model of a type must be one that the Hugging Face architecture of that name can hold."""
+    qwen3 = {"norm": "rmsnorm", "qk_norm": True, "partial_rotary_factor": 1.0}
+    parts = {"stablelm": {"norm": "layernorm", "qk_norm": False}, "qwen3": qwen3, "qwen3_moe": qwen3}
+    for field, needed in parts[model.model_type].items():
+        if getattr(model, field) != needed:
+            yield Violation(
+                ("model.model_type", f"model.{field}"),
+                f"[model]: model_type='{model.model_type}' needs {field}={needed!r}, not {getattr(model, field)!r}",
+            )
+
+
+def experts_are_complete(model: ModelConfig) -> Found:
+    """Only qwen3_moe has experts, and then it needs their number, their width and how many a token sees."""
+    keys = tuple(
+        f"model.{key}" for key in ("model_type", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    )
+    experts, per_token, width = model.num_experts, model.num_experts_per_tok, model.moe_intermediate_size
+    if model.model_type != "qwen3_moe":
+        if experts or per_token or width:
+            yield Violation(
+                keys,
+                f"[model]: model_type='{model.model_type}' has no experts, but num_experts={experts}, "
+                f"num_experts_per_tok={per_token}, moe_intermediate_size={width}; remove them or use 'qwen3_moe'",
+            )
+    elif not (experts > 0 and width > 0 and 1 <= per_token <= experts):
+        yield Violation(
+            keys,
+            f"[model]: model_type='qwen3_moe' needs num_experts={experts} and moe_intermediate_size={width} above 0 "
+            f"and num_experts_per_tok={per_token} from 1 to num_experts",
+        )
+
+
+# --- the length and the schedule of a stage ---
+
+
+def stage_has_one_length(view: StageView) -> Found:
+    """tokens or steps, not both."""
+    stage = view.stage
+    if (stage.tokens is None) == (stage.steps is None):
+        given = (
+            "neither is set" if stage.tokens is None else f"tokens={stage.tokens} and steps={stage.steps} are both set"
+        )
+        yield view.says(
+            f"{view.where}: exactly one of tokens and steps sets its length, but {given}", "tokens", "steps"
+        )
+
+
+def batch_is_whole_rows(view: StageView) -> Found:
+    """A step is a whole number of rows."""
+    batch, length = view.stage.batch_tokens, view.stage.seq_len
+    if batch % length:
+        lower = batch // length * length
+        nearest = f"{lower} or {lower + length}" if lower else f"{length}"
+        yield view.says(
+            f"{view.where}: batch_tokens={batch} is not divisible by seq_len={length}; use {nearest}",
+            "batch_tokens",
+            "seq_len",
+        )
+
+
+def rows_divide_among_ranks(view: StageView) -> Found:
+    """Every data-parallel rank gets equally many whole micro-batches in every step."""
+    stage, dp = view.stage, view.dp or 1
+    rows, unit = stage.rows_per_step, stage.micro_batch * dp
+    if stage.batch_tokens % stage.seq_len == 0 and rows % unit:
+        unit_tokens = unit * stage.seq_len
+        lower = stage.batch_tokens // unit_tokens * unit_tokens
+        nearest = f"{lower} or {lower + unit_tokens}" if lower else f"{unit_tokens}"
+        yield view.says(
+            f"{view.where}: {rows} rows per step (batch_tokens {stage.batch_tokens} / seq_len {stage.seq_len}) are not "
+            f"divisible by micro_batch {stage.micro_batch} x dp {dp}; use batch_tokens={nearest}",
+            *("batch_tokens", "seq_len", "micro_batch"),
+            *("parallel.tp", "parallel.pp", "parallel.cp", "parallel.world_size"),
+        )
+
+
+def warmup_is_given_once(view: StageView) -> Found:
+    """warmup_steps or warmup_tokens."""
+    lr = view.stage.lr
+    if lr.warmup_steps is not None and lr.warmup_tokens is not None:
+        yield view.says(
+            f"{view.where}: lr.warmup_steps={lr.warmup_steps} and lr.warmup_tokens={lr.warmup_tokens} are both set; "
+            "remove one",
+            "lr.warmup_steps",
+            "lr.warmup_tokens",
+        )
+
+
+def decay_belongs_to_wsd(view: StageView) -> Found:
+    """wsd needs the length of its decay once; other shapes decay over all that follows the warm-up."""
+    lr = view.stage.lr
+    keys = ("lr.shape", "lr.decay_steps", "lr.decay_tokens")
+    given = [f"lr.{key}={getattr(lr, key)}" for key in ("decay_steps", "decay_tokens") if getattr(lr, key) is not None]
+    if lr.shape == "wsd" and len(given) != 1:
+        found = " and ".join(given) if given else "neither"
+        yield view.says(
+            f"{view.where}: shape 'wsd' needs one of lr.decay_steps and lr.decay_tokens, has {found}", *keys
+        )
+    if lr.shape != "wsd" and given:
+        yield view.says(
+            f"{view.where}: {' and '.join(given)} has no meaning for shape '{lr.shape}'; remove it or use 'wsd'", *keys
+        )
+
+
+def schedule_fits_into_stage(view: StageView) -> Found:
+    """Warm-up and decay are no longer than the stage."""
+    stage, lr = view.stage, view.stage.lr
+    if stage.tokens is None and stage.steps is None:
+        return
+    warmup, steps = lr.warmup(stage.batch_tokens), stage.num_steps
+    decay = lr.decay(stage.batch_tokens) if lr.shape == "wsd" else 0
+    if warmup + decay > steps:
+        parts = f"{warmup} steps of warm-up" + (f" and {decay} of decay" if decay else "")
+        yield view.says(
+            f"{view.where}: {parts} do not fit into {steps} steps; shorten them or lengthen the stage",
+            *("tokens", "steps", "batch_tokens", "lr"),
+        )
+
+
+def rate_does_not_rise_to_its_end(view: StageView) -> Found:
+    """final <= peak, and a constant rate has no other end."""
+    lr = view.stage.lr
+    keys = ("lr.final", "lr.peak", "lr.shape")
+    if lr.final > lr.peak:
+        yield view.says(f"{view.where}: lr.final={lr.final} is above lr.peak={lr.peak}; exchange or lower it", *keys)
+    elif lr.shape == "constant" and lr.final not in (0.0, lr.peak):
+        yield view.says(
+            f"{view.where}: lr.final={lr.final} has no meaning for shape 'constant'; remove it or use another shape",
+            *keys,
+        )
+
+
+def context_fits_the_positions(view: StageView) -> Found:
+    """Rows are no longer than the positions the model knows, unless RoPE is stretched: a raised base, or YaRN."""
+    model, length = view.model, view.stage.seq_len
+    raised = model.rope_theta > view.recipe.model.rope_theta
+    limit, keys = model.max_position_embeddings, ("seq_len", "rope_theta", "rope_scaling", "model")
+    if model.rope_scaling is not None:
+        limit = max(limit, int(model.rope_scaling.factor * model.rope_scaling.original_max_position_embeddings))
+    if length > limit and not raised:
+        yield view.says(
+            f"{view.where}: seq_len={length} is above the {limit} positions of the model; shorten it, raise the "
+            f"stage's rope_theta above {model.rope_theta:g}, set its rope_scaling, or raise the model's "
+            "max_position_embeddings",
+            *keys,
+        )
+
+
+# --- the data of a stage ---
+
+
+def blend_names_exist(view: StageView) -> Found:
+    """Every name of a blend is one of [sources]."""
+    sources = view.recipe.sources
+    for name in view.stage.blend:
+        if name not in sources:
+            yield view.says(
+                f"{view.where}: blend names '{name}', which is not in [sources] ({', '.join(sources) or 'empty'})"
+                f"{did_you_mean(name, sources)}",
+                "blend",
+            )
+
+
+def blend_weights_are_proportions(view: StageView) -> Found:
+    """Weights are 0 or more, and some weight is above 0."""
+    blend = view.stage.blend
+    for name, weight in blend.items():
+        if weight < 0:
+            yield view.says(f"{view.where}: blend weight {name}={weight:g} is negative; use 0 or more", "blend")
+    if not any(weight > 0 for weight in blend.values()):
+        yield view.says(f"{view.where}: the blend {blend} has no weight above 0; give one source a weight", "blend")
+
+
+# --- the layout of a stage ---
+
+
+def ranks_divide_into_replicas(view: StageView) -> Found:
+    """dp is what remains of the ranks, and must be whole."""
+    p, group = view.parallel, ranks_of_one_replica(view.parallel)
+    if view.ranks and view.ranks % group:
+        yield view.says(
+            f"{view.layout_where}: {view.ranks} ranks are not divisible by pp x cp x tp = {p.pp} x {p.cp} x {p.tp} = "
+            f"{group}; change the layout or use a multiple of {group} ranks",
+            *("parallel.pp", "parallel.cp", "parallel.tp", "parallel.world_size"),
+        )
+
+
+def heads_divide_among_tp(view: StageView) -> Found:
+    """Query heads are cut evenly; kv heads are cut evenly, or copied evenly when there are fewer than tp."""
+    tp, heads, kv_heads = view.parallel.tp, view.model.num_attention_heads, view.model.num_key_value_heads
+    if heads % tp:
+        yield view.says(
+            f"{view.layout_where}: num_attention_heads={heads} is not divisible by tp={tp}; use a tp that divides it",
+            *("parallel.tp", "model.num_attention_heads"),
+        )
+    if kv_heads % tp and tp % kv_heads:
+        yield view.says(
+            f"{view.layout_where}: num_key_value_heads={kv_heads} and tp={tp}: neither divides the other; "
+            "use a tp that is a divisor or a multiple",
+            *("parallel.tp", "model.num_key_value_heads"),
+        )
+
+
+def ffn_divides_among_tp(view: StageView) -> Found:
+    """The columns of gate and up are cut evenly, each by itself. Experts are never cut."""
+    tp, ffn = view.parallel.tp, view.model.intermediate_size
+    if ffn % tp and not view.model.num_experts:
+        yield view.says(
+            f"{view.layout_where}: ffn intermediate_size={ffn} is not divisible by tp={tp}; use a tp that divides it",
+            *("parallel.tp", "model.intermediate_size"),
+        )
+
+
+def tokens_divide_among_cp_and_tp(view: StageView) -> Found:
+    """Context parallelism cuts rows into 2 cp equal parts; sequence parallelism cuts a micro-batch among tp ranks."""
+    stage, p = view.stage, view.parallel
+    if p.cp > 1 and stage.seq_len % (2 * p.cp):
+        yield view.says(
+            f"{view.where}: seq_len={stage.seq_len} is not divisible by 2 x cp = {2 * p.cp}; "
+            "change seq_len or parallel.cp",
+            *("seq_len", "parallel.cp"),
+        )
+    tokens = stage.micro_batch * stage.seq_len
+    if p.sequence_parallel and tokens % (p.cp * p.tp):
+        yield view.says(
+            f"{view.where}: a micro-batch of {stage.micro_batch} x {stage.seq_len} = {tokens} tokens is not divisible "
+            f"by cp x tp = {p.cp * p.tp}, which sequence_parallel needs; change micro_batch, seq_len or tp",
+            *("seq_len", "micro_batch", "parallel.cp", "parallel.tp", "parallel.sequence_parallel"),
+        )
+
+
+def every_pp_rank_has_layers(view: StageView) -> Found:
+    """A pipeline rank without a block would wait forever."""
+    pp, layers = view.parallel.pp, view.model.num_hidden_layers
+    if pp > layers:
+        yield view.says(
+            f"{view.layout_where}: pp={pp} is above num_hidden_layers={layers}; use a pp of at most {layers}",
+            *("parallel.pp", "model.num_hidden_layers"),
+        )
+
+
+def experts_divide_among_ep(view: StageView) -> Found:
+    """Experts are spread evenly over ep ranks, which divide the ranks of one pipeline stage."""
+    p, experts, keys = view.parallel, view.model.num_experts, ("parallel", "model.num_experts")
+    if p.ep > 1 and (experts == 0 or experts % p.ep):
+        yield view.says(f"{view.layout_where}: num_experts={experts} cannot be divided among ep={p.ep} ranks", *keys)
+    if view.ranks and view.ranks % p.pp == 0 and view.ranks // p.pp % p.ep:
+        yield view.says(
+            f"{view.layout_where}: {view.ranks // p.pp} ranks of a pipeline stage are not divisible by ep={p.ep}; "
+            "use an ep that divides them",
+            *keys,
+        )
+    if experts and p.tp > 1 and not p.sequence_parallel:
+        yield view.says(
+            f"{view.layout_where}: a mixture of experts at tp={p.tp} needs sequence_parallel = true, "
+            "so that every rank routes tokens of its own",
+            *keys,
+        )
+
+
+RECIPE_RULES: tuple[Callable[[Recipe], Found], ...] = (
+    stage_names_are_distinct,
+    first_stage_starts_once,
+    source_lengths_leave_something,
+    validation_has_no_epochs,
+    evaluation_has_sets,
+)
+MODEL_RULES: tuple[Callable[[ModelConfig], Found], ...] = (
+    query_heads_share_kv_heads_evenly,
+    rotated_dims_are_even,
+    model_type_has_its_parts,
+    experts_are_complete,
+)
+STAGE_RULES: tuple[Callable[[StageView], Found], ...] = (
+    stage_has_one_length,
+    batch_is_whole_rows,
+    rows_divide_among_ranks,
+    warmup_is_given_once,
+    decay_belongs_to_wsd,
+    schedule_fits_into_stage,
+    rate_does_not_rise_to_its_end,
+    context_fits_the_positions,
+    blend_names_exist,
+    blend_weights_are_proportions,
+    ranks_divide_into_replicas,
+    heads_divide_among_tp,
+    ffn_divides_among_tp,
+    tokens_divide_among_cp_and_tp,
+    every_pp_rank_has_layers,
+    experts_divide_among_ep,
+)
