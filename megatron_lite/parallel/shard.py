@@ -24,6 +24,7 @@ class Piece:
     offset: int = 0  # elements before it in the storage
     copies: int = 1  # tensor-parallel ranks that hold this same rectangle
     copy: int = 0  # which of them this is; copy 0 owns it (is counted, and saved)
+    partial_grad: bool = False  # each copy computes a share of the gradient; the shares are summed over the copies
 
     @property
     def numel(self) -> int:
