@@ -21,7 +21,8 @@ import fcntl
 import os
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -224,7 +225,8 @@ class IndexedWriter:
     def __enter__(self) -> Self:
         folder = bin_path(self.prefix).parent
         require(folder.is_dir(), f"the folder {folder} for {self.prefix}.bin does not exist", DataError)
-        self._tokens = open(bin_path(self.partial), "ab")
+        with naming(bin_path(self.partial)):
+            self._tokens = open(bin_path(self.partial), "ab")
         try:
             _lock(self._tokens)
             self._tokens.truncate(0)
@@ -253,8 +255,9 @@ class IndexedWriter:
                 DataError,
             )
             self.max_id = max(self.max_id, high)
-        self._tokens.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
-        self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
+        with naming(self._tokens.name):
+            self._tokens.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+            self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
         self.num_documents += lengths.size
         self.num_tokens += tokens.size
 
@@ -263,7 +266,8 @@ class IndexedWriter:
     ) -> None:
         try:
             if kind is None:
-                self._publish()
+                with naming(self.partial):
+                    self._publish()
         finally:
             self._tokens.close()
             self._lengths.close()
@@ -315,19 +319,30 @@ class IndexedWriter:
             "dtype": self.dtype.name,
             "bin_bytes": self.num_tokens * self.dtype.itemsize,
         }
-        write_atomically(path, orjson.dumps(self.manifest | counts, option=orjson.OPT_INDENT_2) + b"\n")
+        with atomic_file(path) as file:
+            file.write(orjson.dumps(self.manifest | counts, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a small file under a name of its own, flush it to disk, rename it over `path`."""
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write under a name of its own; on leaving it is flushed to disk and renamed over `path`, or removed."""
     partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(8)}")
     try:
-        with open(partial, "wb") as file:
-            file.write(content)
+        with naming(path), open(partial, "wb") as file:
+            yield file
             _sync(file)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Turn the operating system's refusals to write (a full disk, a missing right) into a DataError with the path."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror} (errno {error.errno})") from error
 
 
 def sync_folder(folder: Path) -> None:

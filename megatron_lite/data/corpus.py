@@ -1,0 +1,133 @@
+"""What is known of a pair of files before training reads it, found once and kept in a cache folder.
+
+Cache entries are named after content (sizes, times of change, a hash of samples of both files) and after every option
+that matters, never after a path. They are written under names of their own and renamed, so that simultaneous starts
+write the same bytes twice and never read half of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from megatron_lite.data import packing
+from megatron_lite.data.indexed import IndexedDataset, atomic_file, manifest_path, naming
+from megatron_lite.errors import DataError, require
+
+VERSION = 1  # of everything in the cache; part of every name
+CHUNK = 1 << 24  # tokens, or bytes, read at a time
+SAMPLES, SAMPLE_BYTES = 32, 4096  # blocks of each file that are hashed
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Facts about the tokens of a pair."""
+
+    content: str  # hash of the whole index and of samples of the tokens; the same for copies of the files
+    max_id: int
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a source, laid end to end as one stream."""
+
+    starts: np.ndarray  # int64 [documents + 1], where each starts in the stream, and the end
+    places: np.ndarray | None  # int64 [documents], where each starts in PREFIX.bin; None: the stream is PREFIX.bin
+
+
+def survey(dataset: IndexedDataset, cache: Path) -> Survey:
+    """Check the whole index and find the largest id, unless the cache knows them; reads all tokens without a manifest."""
+    path = _entry(cache, "survey", identity(dataset), ".json")
+    if path.is_file():
+        return Survey(**orjson.loads(path.read_bytes()))
+    dataset.check()
+    digest = hashlib.sha256(f"{dataset.dtype.str} {dataset.num_tokens}".encode())
+    with open(dataset.idx, "rb") as file:
+        while block := file.read(CHUNK):
+            digest.update(block)
+    digest.update(_samples(dataset.bin))
+    found = Survey(digest.hexdigest(), _max_id(dataset))
+    with atomic_file(path) as file:
+        file.write(orjson.dumps(asdict(found)))
+    return found
+
+
+def documents(dataset: IndexedDataset, min_length: int, max_length: int | None, cache: Path) -> Documents:
+    """The documents with min_length <= length <= max_length tokens, from the cache or put there."""
+    path = _entry(cache, "documents", f"{identity(dataset)} {min_length} {max_length}", ".npy")
+    if not path.is_file():
+        edges = dataset.document_starts()
+        lengths = np.diff(edges)
+        kept = packing.kept_documents(lengths, min_length, max_length)
+        require(
+            kept.size > 0,
+            f"none of the {dataset.num_documents} documents of {dataset.prefix} has between min_length={min_length} "
+            f"and max_length={max_length} tokens; the longest has {int(lengths.max())}",
+            DataError,
+        )
+        starts = packing.stream_starts(lengths[kept])
+        whole = starts[-1] == dataset.num_tokens
+        with atomic_file(path) as file:
+            np.save(file, starts if whole else np.stack([starts, np.append(edges[kept], 0)]))
+    table = np.load(path, mmap_mode="r" if dataset.mmap else None)
+    return Documents(table, None) if table.ndim == 1 else Documents(table[0], table[1, :-1])
+
+
+def identity(dataset: IndexedDataset) -> str:
+    """What tells these files from any others, read in a moment: sizes, times of change, samples."""
+    stats = [path.stat() for path in (dataset.idx, dataset.bin)]
+    facts = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+    samples = _samples(dataset.idx) + _samples(dataset.bin)
+    return hashlib.sha256(repr(facts).encode() + samples).hexdigest()
+
+
+def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
+    """What our preparation wrote beside a pair, if it did."""
+    path = manifest_path(prefix)
+    if not path.is_file():
+        return None
+    try:
+        manifest = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{path} is not valid JSON ({error}); remove it or prepare the corpus again") from error
+    require(
+        isinstance(manifest, dict), f"{path} does not hold a table; remove it or prepare the corpus again", DataError
+    )
+    return dict(manifest)
+
+
+def _max_id(dataset: IndexedDataset) -> int:
+    manifest = read_manifest(dataset.prefix) or {}
+    described = (manifest.get("documents"), manifest.get("tokens"), manifest.get("dtype"))
+    if described == (dataset.num_documents, dataset.num_tokens, dataset.dtype.name):
+        return int(manifest["max_id"])
+    largest = 0
+    for start in range(0, dataset.num_tokens, CHUNK):
+        tokens = dataset.read(start, min(CHUNK, dataset.num_tokens - start))
+        smallest = int(tokens.min())
+        require(smallest >= 0, f"{dataset.bin} holds the id {smallest}; ids are not negative", DataError)
+        largest = max(largest, int(tokens.max()))
+    return largest
+
+
+def _samples(path: Path) -> bytes:
+    """A hash of blocks spread evenly over a file, the first and the last included."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        last = max(0, path.stat().st_size - SAMPLE_BYTES)
+        for i in range(SAMPLES):
+            file.seek(last * i // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.digest()
+
+
+def _entry(cache: Path, kind: str, key: str, suffix: str) -> Path:
+    with naming(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+    name = hashlib.sha256(f"{VERSION} {kind} {key}".encode()).hexdigest()[:32]
+    return cache / f"{kind}-{name}{suffix}"

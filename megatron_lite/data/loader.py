@@ -1,0 +1,151 @@
+"""From a recipe to batches: opens the sources of a stage, deals their rows to ranks, reads ahead in one thread."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from megatron_lite.config.schema import Recipe
+from megatron_lite.data.batch import Batch, make_batch
+from megatron_lite.data.blend import Blend
+from megatron_lite.data.source import Rows, Source, TrainingRows, ValidationRows
+from megatron_lite.errors import DataError, require
+
+AHEAD = 2  # steps read before they are asked for
+
+
+def open_training(recipe: Recipe, stage: int, cache: Path) -> TrainingRows:
+    """The rows of stage `stage` (from 0) of a recipe with that stage's overrides merged.
+
+    Refuses, before training: files that are missing or damaged, a corpus shorter than a row, ids the model has no row
+    for, and a stage that would need more than max_epochs of a source.
+    """
+    config = recipe.stages[stage]
+    unknown = sorted(set(config.blend) - set(recipe.sources))
+    require(
+        not unknown,
+        f"stage {config.name}: its blend names {unknown}, but the sources are {sorted(recipe.sources)}",
+        DataError,
+    )
+    blend = Blend(config.blend)
+    sources = {
+        name: Source(
+            f"sources.{name}",
+            recipe.sources[name],
+            config.seq_len,
+            recipe.model.vocab_size,
+            cache,
+            recipe.data.mmap,
+        )
+        for name in blend.names
+    }
+    rows = TrainingRows(sources, blend, recipe.seed, stage)
+    rows.check_epochs(config.num_steps * config.rows_per_step)
+    return rows
+
+
+def open_validation(recipe: Recipe, stage: int, cache: Path) -> dict[str, Rows]:
+    """The first `evaluation.rows` rows of every validation set, at the stage's sequence length."""
+    return {
+        name: ValidationRows(
+            Source(
+                f"validation.{name}",
+                config,
+                recipe.stages[stage].seq_len,
+                recipe.model.vocab_size,
+                cache,
+                recipe.data.mmap,
+            ),
+            recipe.evaluation.rows,
+        )
+        for name, config in recipe.validation.items()
+    }
+
+
+class StepLoader:
+    """Iterator over optimizer steps: for each one the list of this rank's micro-batches, in order.
+
+    Row b of micro-batch m on rank r of `size` data ranks is row start + (m * size + r) * micro_batch + b of the stage.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        rows_per_step: int,
+        micro_batch: int,
+        rank: int,
+        size: int,
+        start_row: int,
+        stop_row: int,
+        mask_documents: bool,
+    ):
+        """Reads rows start_row … stop_row - 1, `rows_per_step` a step over all ranks, in a thread that `close()` ends."""
+        require(
+            rows_per_step > 0 and rows_per_step % (micro_batch * size) == 0,
+            f"a step of {rows_per_step} rows cannot be divided into micro-batches of {micro_batch} rows on {size} "
+            f"data-parallel ranks: {rows_per_step} is not a multiple of {micro_batch * size}; change batch_tokens, "
+            f"micro_batch or the number of ranks",
+            DataError,
+        )
+        require(
+            0 <= start_row <= stop_row and (stop_row - start_row) % rows_per_step == 0,
+            f"rows {start_row} to {stop_row} are {stop_row - start_row}, which is not a whole number of steps of "
+            f"{rows_per_step} rows",
+            DataError,
+        )
+        self._rows, self._micro_batch, self._mask = rows, micro_batch, mask_documents
+        self._stride = micro_batch * size
+        self._rank_offset = rank * micro_batch
+        self._steps: Iterator[int] = iter(range(start_row, stop_row, rows_per_step))
+        self._micro_batches = rows_per_step // self._stride
+        self._pending: deque[Future[list[Batch]]] = deque()
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+        self._read_ahead()
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        if not self._pending:
+            raise StopIteration
+        step = self._pending.popleft().result()  # raises here what the thread met
+        self._read_ahead()
+        return step
+
+    def close(self) -> None:
+        """Stop reading ahead; the iterator is then at its end. Calling it again does nothing."""
+        self._pending.clear()
+        self._steps = iter(())
+        self._reader.shutdown(cancel_futures=True)
+
+    def _read_ahead(self) -> None:
+        while len(self._pending) < AHEAD and (start := next(self._steps, None)) is not None:
+            self._pending.append(self._reader.submit(self._step, start))
+
+    def _step(self, start: int) -> list[Batch]:
+        batches = []
+        for m in range(self._micro_batches):
+            first = start + m * self._stride + self._rank_offset
+            samples = range(first, first + self._micro_batch)
+            batches.append(make_batch([self._rows.row(i) for i in samples], samples, self._mask))
+        return batches
+
+
+def validation_batches(
+    rows: Rows, num_rows: int, micro_batch: int, rank: int, size: int, mask_documents: bool
+) -> Iterator[Batch]:
+    """Rows 0 … num_rows - 1, each on exactly one rank; every rank yields equally many batches of equal shape.
+
+    Where rows run out, a batch is filled with rows without labels.
+    """
+    total = num_rows if rows.num_rows is None else min(num_rows, rows.num_rows)
+    filler = dataclasses.replace(rows.row(0), num_labels=0)
+    for start in range(0, total, micro_batch * size):
+        first = start + rank * micro_batch
+        samples = range(min(first, total), min(first + micro_batch, total))
+        real = [rows.row(i) for i in samples]
+        yield make_batch(real + [filler] * (micro_batch - len(real)), samples, mask_documents)
