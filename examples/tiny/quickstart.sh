@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONUNBUFFERED=1
+export CUDA_VISIBLE_DEVICES= # the model is too small for a GPU, and two processes would need two
 
 out=quickstart
 recipe=examples/tiny/recipe.toml
