@@ -1,4 +1,4 @@
-"""Writing TOML (reading is tomllib's): tables, arrays of tables, values in lists. None and empty tables are left out."""
+"""Writing TOML (reading is tomllib's): tables, arrays of tables, values in lists. None and empty tables stay out."""
 
 from __future__ import annotations
 
