@@ -7,7 +7,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
 # One thread per process: the processes fill the cores. The large thresholds keep glibc from giving memory back
 # to the system between tensors, which costs a page fault per 4 KiB each time.
@@ -24,9 +24,9 @@ help:
 
 # --- the environment: each stamp is made again when a file it was made from changes --------------------------------
 $(VENV)/.made:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  || { echo "Python 3.11 or newer is needed and '$(PYTHON)' is not: install python3.11, or say PYTHON=/path/to/python make …"; exit 1; }
-	@$(PYTHON) -c 'import venv, ensurepip' \
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
 	  || { echo "'$(PYTHON)' cannot make virtual environments; on Debian and Ubuntu: apt-get install $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
