@@ -41,7 +41,7 @@ class Documents:
 
 
 def survey(dataset: IndexedDataset, cache: Path) -> Survey:
-    """Check the whole index and find the largest id, unless the cache knows them; reads all tokens without a manifest."""
+    """Check the whole index and find the largest id, unless the cache knows; reads all tokens without a manifest."""
     path = _entry(cache, "survey", identity(dataset), ".json")
     if path.is_file():
         return Survey(**orjson.loads(path.read_bytes()))

@@ -83,7 +83,7 @@ class StepLoader:
         stop_row: int,
         mask_documents: bool,
     ):
-        """Reads rows start_row … stop_row - 1, `rows_per_step` a step over all ranks, in a thread that `close()` ends."""
+        """Reads rows start_row … stop_row-1, `rows_per_step` a step over all ranks, in a thread; `close()` ends it."""
         require(
             rows_per_step > 0 and rows_per_step % (micro_batch * size) == 0,
             f"a step of {rows_per_step} rows cannot be divided into micro-batches of {micro_batch} rows on {size} "
@@ -111,6 +111,7 @@ class StepLoader:
 
     def __next__(self) -> list[Batch]:
         if not self._pending:
+            self.close()
             raise StopIteration
         step = self._pending.popleft().result()  # raises here what the thread met
         self._read_ahead()

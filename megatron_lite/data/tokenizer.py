@@ -1,0 +1,160 @@
+"""Text to ids and back, behind one small interface: bytes, sentencepiece, or the tokenizers library.
+
+Text that looks like a control token, `<|endoftext|>` typed in a document for instance, is text: it never becomes the
+control id. No tokenizer adds ids of its own before or after a text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import orjson
+
+from megatron_lite.errors import DataError, require
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package asks of a tokenizer."""
+
+    name: str  # kind and file name, for people
+    fingerprint: str  # sha256 of the file; equal fingerprints give equal ids
+    vocab_size: int  # largest id + 1
+    eod_id: int | None  # put after each document when asked; None: this tokenizer has no such id
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of each text, integer arrays."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids. An id the tokenizer does not have becomes the replacement character."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes, and id 256 between documents."""
+
+    name = "byte"
+    fingerprint = hashlib.sha256(b"byte").hexdigest()
+    vocab_size = 257
+    eod_id: int | None = 256
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """One id per byte."""
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Bytes that are not UTF-8 become the replacement character."""
+        extra = {256: END_OF_TEXT.encode()}
+        raw = b"".join(bytes([i]) if i < 256 else extra.get(i, "\ufffd".encode()) for i in map(int, ids))
+        return raw.decode("utf-8", errors="replace")
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece .model; the end of a document is its eos."""
+
+    def __init__(self, path: Path):
+        import sentencepiece
+
+        self.name = f"sentencepiece:{path.name}"
+        self.fingerprint = _sha256(path)
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (OSError, RuntimeError) as error:
+            raise DataError(f"{path} is not a sentencepiece model: {error}") from error
+        self.vocab_size = int(self._model.vocab_size())
+        eos = int(self._model.eos_id())
+        self.eod_id: int | None = eos if eos >= 0 else None
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Ids of each text, on one thread."""
+        return [np.array(ids, dtype=np.int32) for ids in self._model.encode(texts, out_type=int, num_threads=1)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Control ids have no text."""
+        runs: list[list[int]] = [[]]
+        for i in map(int, ids):
+            if i < self.vocab_size:
+                runs[-1].append(i)
+            else:
+                runs.append([])
+        return "\ufffd".join(str(self._model.decode(run)) for run in runs)
+
+
+class JsonTokenizer:
+    """A tokenizer.json; the end of a document is `<|endoftext|>`, or else the eos_token of tokenizer_config.json."""
+
+    def __init__(self, path: Path):
+        import tokenizers
+
+        self.name = f"tokenizers:{path.name}"
+        self.fingerprint = _sha256(path)
+        try:
+            self._model = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - the library raises Exception itself for a file it cannot read
+            raise DataError(f"{path} is not a tokenizer.json: {error}") from error
+        self._model.encode_special_tokens = True  # text that looks like a control token is split like any text
+        self._model.no_truncation()
+        self._model.no_padding()
+        vocabulary = self._model.get_vocab(with_added_tokens=True)
+        self._known = set(vocabulary.values())
+        self.vocab_size = max(self._known) + 1
+        eod = END_OF_TEXT if END_OF_TEXT in vocabulary else _named_eos(path.with_name("tokenizer_config.json"))
+        self.eod_id: int | None = vocabulary.get(eod) if eod is not None else None
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Ids of each text; the library uses threads unless the process told it not to."""
+        encoded = self._model.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.int32) for one in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Control ids are written out."""
+        runs: list[list[int]] = [[]]
+        for i in map(int, ids):
+            if i in self._known:
+                runs[-1].append(i)
+            else:
+                runs.append([])
+        return "\ufffd".join(str(self._model.decode(run, skip_special_tokens=False)) for run in runs)
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """`byte`, a sentencepiece .model, a tokenizer.json, or a folder that holds tokenizer.json or tokenizer.model."""
+    if path == "byte":
+        return ByteTokenizer()
+    file = Path(path).expanduser()
+    if file.is_dir():
+        found = [file / name for name in ("tokenizer.json", "tokenizer.model") if (file / name).is_file()]
+        require(bool(found), f"the folder {file} holds neither tokenizer.json nor tokenizer.model", DataError)
+        file = found[0]
+    require(
+        file.is_file(),
+        f"the tokenizer {path} does not exist; give 'byte', a sentencepiece .model, a tokenizer.json or its folder",
+        DataError,
+    )
+    require(
+        file.suffix in (".model", ".json"),
+        f"the tokenizer {path} is neither a .model nor a .json file",
+        DataError,
+    )
+    return SentencePieceTokenizer(file) if file.suffix == ".model" else JsonTokenizer(file)
+
+
+def _named_eos(config: Path) -> str | None:
+    """The eos_token of a tokenizer_config.json: a string, or a table with its content."""
+    if not config.is_file():
+        return None
+    try:
+        eos = orjson.loads(config.read_bytes()).get("eos_token")
+    except (orjson.JSONDecodeError, AttributeError) as error:
+        raise DataError(f"{config} is not a JSON object: {error}") from error
+    name = eos.get("content") if isinstance(eos, dict) else eos
+    return name if isinstance(name, str) else None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
