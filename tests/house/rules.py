@@ -211,11 +211,13 @@ def runs_at_import(source: str) -> list[str]:
 
 
 def environment_reads(source: str) -> list[str]:
-    """Uses of os.environ and os.getenv under any name."""
+    """Uses of os.environ and os.getenv under any name; `os.environ[NAME] = value` is no read (shared_state sees it)."""
     names = ("environ", "environb", "getenv", "putenv", "unsetenv")
+    tree = ast.parse(source)
+    stores = {n.value for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)}
     wrong = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and node.attr in names:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in names and node not in stores:
             wrong.append(f"line {node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
             wrong += [f"line {node.lineno}: from os import {a.name}" for a in node.names if a.name in names]

@@ -14,8 +14,11 @@ def _violations(rule, files, skip=()):
 
 
 def test_functions_change_nothing_that_outlives_them():
-    # launch.py sets the threads, numerics and devices of the process: that is its purpose.
-    assert _violations(rules.shared_state, rules.program_files(), ("megatron_lite/runtime/launch.py",)) == {}
+    # launch.py sets the threads, numerics and devices of the process: that is its purpose. A tool owns its process,
+    # and may tell a library so by an environment variable.
+    found = _violations(rules.shared_state, rules.program_files(), ("megatron_lite/runtime/launch.py",))
+    left = {n: [w for w in f if not (n.startswith("tools/") and "changes os.environ[" in w)] for n, f in found.items()}
+    assert {name: wrong for name, wrong in left.items() if wrong} == {}
 
 
 def test_nothing_runs_at_import():
