@@ -72,7 +72,7 @@ def documents(library: Path) -> Iterator[Document]:
     for path, text in modules(library):
         unit = path.parts[0].removesuffix(".py")
         yield Document("code", unit, f"code/{path}", text)
-        fresh = [d for d in docstrings(text) if len(d) >= 40 and d not in seen]
+        fresh = [d for d in dict.fromkeys(docstrings(text)) if len(d) >= 40 and d not in seen]
         seen.update(fresh)
         if fresh:
             yield Document("prose", unit, f"prose/{path}", "\n\n".join(fresh) + "\n")
