@@ -10,7 +10,6 @@ for any number of workers. Documents without a token are left out and counted.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -47,7 +46,6 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run; 0 when the corpus is whole, 1 with one line about what is wrong."""
     args = parser().parse_args(arguments)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers says how many cores are used, for every tokenizer
     compressed = any(path.suffix in (".gz", ".zst") for path in args.input)
     total = None if compressed else sum(path.stat().st_size for path in args.input if path.is_file())
     options = Options(args.tokenizer, args.key, args.append_eod, args.on_bad_line)

@@ -86,6 +86,16 @@ def identity(dataset: IndexedDataset) -> str:
     return hashlib.sha256(repr(facts).encode() + samples).hexdigest()
 
 
+def token_range(dataset: IndexedDataset) -> tuple[int, int]:
+    """The smallest and the largest id, by reading all tokens."""
+    low, high = 2**63, -1
+    for start in range(0, dataset.num_tokens, CHUNK):
+        tokens = dataset.read(start, min(CHUNK, dataset.num_tokens - start))
+        low, high = min(low, int(tokens.min())), max(high, int(tokens.max()))
+    require(low >= 0, f"{dataset.bin} holds the id {low}; ids are not negative", DataError)
+    return low, high
+
+
 def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
     """What our preparation wrote beside a pair, if it did."""
     path = manifest_path(prefix)
@@ -104,15 +114,10 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
 def _max_id(dataset: IndexedDataset) -> int:
     manifest = read_manifest(dataset.prefix) or {}
     described = (manifest.get("documents"), manifest.get("tokens"), manifest.get("dtype"))
-    if described == (dataset.num_documents, dataset.num_tokens, dataset.dtype.name):
-        return int(manifest["max_id"])
-    largest = 0
-    for start in range(0, dataset.num_tokens, CHUNK):
-        tokens = dataset.read(start, min(CHUNK, dataset.num_tokens - start))
-        smallest = int(tokens.min())
-        require(smallest >= 0, f"{dataset.bin} holds the id {smallest}; ids are not negative", DataError)
-        largest = max(largest, int(tokens.max()))
-    return largest
+    max_id = manifest.get("max_id")
+    if described == (dataset.num_documents, dataset.num_tokens, dataset.dtype.name) and isinstance(max_id, int):
+        return max_id
+    return token_range(dataset)[1]
 
 
 def _samples(path: Path) -> bytes:

@@ -106,9 +106,9 @@ class JsonTokenizer:
         self.eod_id: int | None = vocabulary.get(eod) if eod is not None else None
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of each text; the library uses threads unless the process told it not to."""
-        encoded = self._model.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(one.ids, dtype=np.int32) for one in encoded]
+        """Ids of each text, on one thread: the library spreads a batch of more than one text over all cores."""
+        encode = self._model.encode_batch_fast  # as `encode`, without the offsets nobody asked for
+        return [np.array(encode([text], add_special_tokens=False)[0].ids, dtype=np.int32) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Control ids are written out."""
