@@ -59,9 +59,10 @@ class StageView:
         return self.ranks // group if self.ranks and self.ranks % group == 0 else None
 
     def says(self, message: str, *keys: str) -> Violation:
-        """A violation that depends on keys of the stage, and on keys of sections it may override."""
+        """A violation that depends on keys of the stage, or of sections outside it that it may override or name."""
         mine = tuple(f"stages.{self.index}.{key}" for key in keys)
-        return Violation(mine + tuple(key for key in keys if key.split(".")[0] in (*OVERRIDABLE, "model")), message)
+        others = tuple(key for key in keys if key.split(".")[0] in (*OVERRIDABLE, "model", "sources"))
+        return Violation(mine + others, message)
 
 
 Found = Iterator[Violation]
@@ -313,7 +314,7 @@ def blend_names_exist(view: StageView) -> Found:
             yield view.says(
                 f"{view.where}: blend names '{name}', which is not in [sources] ({', '.join(sources) or 'empty'})"
                 f"{did_you_mean(name, sources)}",
-                "blend",
+                *("blend", "sources"),
             )
 
 

@@ -109,7 +109,8 @@ def activation_bytes(
     size, fp32 = bytes_per_element, 4
     # RMSNorm keeps one fp32 number per row, LayerNorm a mean and a deviation in the type of its input.
     statistics = fp32 if model.norm == "rmsnorm" else 2 * size
-    rotary = T * model.rotary_dim * fp32  # cos and sin, half the dims each
+    rotary = T * model.rotary_dim  # elements of cos and sin, half the dims each
+    cast = size < fp32 and recompute == "none"  # every use has its own cast and keeps that; else all share the tables
     everything: tuple[Recompute, ...] = ("none", "selective", "full")
     unless_full: tuple[Recompute, ...] = ("none", "selective")
     # what, bytes per block, kept when recompute is one of
@@ -119,7 +120,7 @@ def activation_bytes(
         ("input norm output", T * D * size, unless_full),
         ("q, k, v", T * (n + 2 * g) * H * size, unless_full),
         ("q, k norm statistics", T * (n + g) * fp32 if model.qk_norm else 0, ("none",)),
-        ("cos, sin in the run's type, for q and k", rotary // fp32 * size * 2 if size < fp32 else 0, ("none",)),
+        ("cos, sin as q and k used them", 2 * rotary * size if cast else 0, ("none",)),
         ("rotated q, k", T * (n + g) * H * size, ("none",)),
         ("attention log-sum-exp", T * n * fp32, ("none",)),
         ("attention output", T * n * H * size, unless_full),
@@ -134,7 +135,7 @@ def activation_bytes(
     return Activations(
         blocks={what: blocks * number for what, number, modes in table if recompute in modes},
         ends={
-            "cos, sin": rotary,
+            "cos, sin": 0 if cast else rotary * fp32,
             "final norm input": t * D * size,
             "final norm statistics": t * statistics,
             "gradient of the head's input": T * D * size,

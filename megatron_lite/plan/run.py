@@ -103,8 +103,8 @@ def describe(recipe: Recipe, stages: Sequence[int], world_size: int) -> str:
     lines += ["", *dict.fromkeys(unbuilt)] if unbuilt else []
     lines += [
         "",
-        f"1 GB = 10^9 bytes. Days assume {DEVICE} ({PEAK_FLOPS / 1e12:.0f} TFLOP/s in bf16) at {MFU:.0%} MFU in the full attention convention, "
-        "without interruptions.",
+        f"1 GB = 10^9 bytes. Days assume {DEVICE} ({PEAK_FLOPS / 1e12:.0f} TFLOP/s in bf16) at {MFU:.0%} MFU "
+        "in the full attention convention, without interruptions.",
     ]
     return "\n".join(lines)
 
