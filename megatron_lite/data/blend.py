@@ -6,7 +6,8 @@ before slot ceil(k / w); dealing the earliest deadline first meets all of them (
 1996, for one processor). With rational weights the deal repeats after the sum of the integer weights.
 
 Permutation: each epoch of a source is a bijection of its rows, computed per row and stored nowhere: a Feistel network
-over the smallest even power of two, applied again while its result falls outside.
+over the smallest fitting even power of two (at least 64: over fewer values it would prefer some orders), applied again
+while its result falls outside.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 from megatron_lite.errors import require
 
 MASK = (1 << 64) - 1
-ROUNDS = 6
+ROUNDS = 8
 N = TypeVar("N", int, np.ndarray)  # one index, or a uint64 array of them
 
 
@@ -110,7 +111,7 @@ class Permutation:
         """`key` names what is shuffled, e.g. (seed, stage, source, epoch)."""
         assert 0 < size < 2**62
         self.size = size
-        self._half = max(2, ((size - 1).bit_length() + 1) // 2)
+        self._half = max(3, ((size - 1).bit_length() + 1) // 2)
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * ROUNDS).digest()
         self._keys = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8)]
 
