@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lite.config.check import check
+from megatron_lite.config.layout_rules import LAYOUT_RULES
 from megatron_lite.config.load import for_stage
 from megatron_lite.config.rules import MODEL_RULES, RECIPE_RULES, STAGE_RULES
 from tests.helpers.recipes import problems, read
@@ -132,7 +133,9 @@ def test_each_rule_says_which_numbers_do_not_fit(rule, options, said):
 
 
 def test_every_rule_has_a_case():
-    assert {rule.__name__ for rule in (*RECIPE_RULES, *MODEL_RULES, *STAGE_RULES)} == {rule for rule, _, _ in CASES}
+    assert {rule.__name__ for rule in (*RECIPE_RULES, *MODEL_RULES, *STAGE_RULES, *LAYOUT_RULES)} == {
+        rule for rule, _, _ in CASES
+    }
 
 
 def test_a_right_recipe_breaks_no_rule():
