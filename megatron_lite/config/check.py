@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megatron_lite.config.rules import MODEL_RULES, RECIPE_RULES, STAGE_RULES, StageView, Violation
+from megatron_lite.config.layout_rules import LAYOUT_RULES
+from megatron_lite.config.rules import MODEL_RULES, RECIPE_RULES, STAGE_RULES
 from megatron_lite.config.schema import Recipe
 from megatron_lite.config.stages import for_stage
+from megatron_lite.config.violation import StageView, Violation
 
 NOT_BUILT: tuple[tuple[Callable[[StageView], bool], tuple[str, ...], str], ...] = (
     (lambda view: view.parallel.pp > 1, ("parallel.pp",), "pipeline parallelism (pp > 1)"),
@@ -38,7 +40,7 @@ def violations(recipe: Recipe, world_size: int | None = None, stage: int | None 
     found = [violation for rule in RECIPE_RULES for violation in rule(recipe)]
     found += [violation for rule in MODEL_RULES for violation in rule(recipe.model)]
     for view in _views(recipe, world_size, stage):
-        found += [violation for rule in STAGE_RULES for violation in rule(view)]
+        found += [violation for rule in (*STAGE_RULES, *LAYOUT_RULES) for violation in rule(view)]
     return list({violation.message: violation for violation in found}.values())
 
 

@@ -1,77 +1,17 @@
 """Rules that need more than one field: one function each, with numbers and what to change in every message.
 
-What depends on the machine (files, kernels) is checked where it is opened.
+Those of the layout are in layout_rules.py. What depends on the machine (files, kernels) is checked where it is opened.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.schema import Parallel, Recipe, Source, Stage
-from megatron_lite.config.stages import OVERRIDABLE
+from megatron_lite.config.schema import Recipe, Source
 from megatron_lite.config.suggest import did_you_mean
-
-
-@dataclass(frozen=True)
-class Violation:
-    """A message, and the dotted keys of the recipe that it speaks about."""
-
-    keys: tuple[str, ...]
-    message: str
-
-    def touches(self, paths: Iterable[str]) -> bool:
-        """Does it depend on a value at, above or below one of `paths`?"""
-        return any(f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in self.keys for b in paths)
-
-
-@dataclass(frozen=True)
-class StageView:
-    """One stage with what is in force while it runs."""
-
-    index: int
-    recipe: Recipe  # as loaded, without the stage's overrides
-    model: ModelConfig
-    parallel: Parallel
-    ranks: int | None  # launched, or what the recipe is meant for; None = unknown
-
-    @property
-    def stage(self) -> Stage:
-        """The stage itself."""
-        return self.recipe.stages[self.index]
-
-    @property
-    def where(self) -> str:
-        """What messages about the stage begin with."""
-        return f"stages.{self.index} ({self.stage.name})"
-
-    @property
-    def layout_where(self) -> str:
-        """What messages about its layout begin with: the stage only if it has a layout of its own."""
-        return self.where if self.stage.parallel else "[parallel]"
-
-    @property
-    def dp(self) -> int | None:
-        """Data-parallel ranks, if the number of ranks is known and divisible."""
-        group = ranks_of_one_replica(self.parallel)
-        return self.ranks // group if self.ranks and self.ranks % group == 0 else None
-
-    def says(self, message: str, *keys: str) -> Violation:
-        """A violation that depends on keys of the stage, or of sections outside it that it may override or name."""
-        mine = tuple(f"stages.{self.index}.{key}" for key in keys)
-        others = tuple(key for key in keys if key.split(".")[0] in (*OVERRIDABLE, "model", "sources"))
-        return Violation(mine + others, message)
-
-
-Found = Iterator[Violation]
-
-
-def ranks_of_one_replica(parallel: Parallel) -> int:
-    """Ranks that together hold the model once and see one micro-batch: the multiple that a launch must be of."""
-    return parallel.pp * parallel.cp * parallel.tp
-
+from megatron_lite.config.violation import Found, StageView, Violation
 
 # --- the recipe as a whole ---
 
@@ -328,93 +268,6 @@ def blend_weights_are_proportions(view: StageView) -> Found:
         yield view.says(f"{view.where}: the blend {blend} has no weight above 0; give one source a weight", "blend")
 
 
-# --- the layout of a stage ---
-
-
-def ranks_divide_into_replicas(view: StageView) -> Found:
-    """dp is what remains of the ranks, and must be whole."""
-    p, group = view.parallel, ranks_of_one_replica(view.parallel)
-    if view.ranks and view.ranks % group:
-        yield view.says(
-            f"{view.layout_where}: {view.ranks} ranks are not divisible by pp x cp x tp = {p.pp} x {p.cp} x {p.tp} = "
-            f"{group}; change the layout or use a multiple of {group} ranks",
-            *("parallel.pp", "parallel.cp", "parallel.tp", "parallel.world_size"),
-        )
-
-
-def heads_divide_among_tp(view: StageView) -> Found:
-    """Query heads are cut evenly; kv heads are cut evenly, or copied evenly when there are fewer than tp."""
-    tp, heads, kv_heads = view.parallel.tp, view.model.num_attention_heads, view.model.num_key_value_heads
-    if heads % tp:
-        yield view.says(
-            f"{view.layout_where}: num_attention_heads={heads} is not divisible by tp={tp}; use a tp that divides it",
-            *("parallel.tp", "model.num_attention_heads"),
-        )
-    if kv_heads % tp and tp % kv_heads:
-        yield view.says(
-            f"{view.layout_where}: num_key_value_heads={kv_heads} and tp={tp}: neither divides the other; "
-            "use a tp that is a divisor or a multiple",
-            *("parallel.tp", "model.num_key_value_heads"),
-        )
-
-
-def ffn_divides_among_tp(view: StageView) -> Found:
-    """The columns of gate and up are cut evenly, each by itself. Experts are never cut."""
-    tp, ffn = view.parallel.tp, view.model.intermediate_size
-    if ffn % tp and not view.model.num_experts:
-        yield view.says(
-            f"{view.layout_where}: ffn intermediate_size={ffn} is not divisible by tp={tp}; use a tp that divides it",
-            *("parallel.tp", "model.intermediate_size"),
-        )
-
-
-def tokens_divide_among_cp_and_tp(view: StageView) -> Found:
-    """Context parallelism cuts rows into 2 cp equal parts; sequence parallelism cuts a micro-batch among tp ranks."""
-    stage, p = view.stage, view.parallel
-    if p.cp > 1 and stage.seq_len % (2 * p.cp):
-        yield view.says(
-            f"{view.where}: seq_len={stage.seq_len} is not divisible by 2 x cp = {2 * p.cp}; "
-            "change seq_len or parallel.cp",
-            *("seq_len", "parallel.cp"),
-        )
-    tokens = stage.micro_batch * stage.seq_len
-    if p.sequence_parallel and tokens % (p.cp * p.tp):
-        yield view.says(
-            f"{view.where}: a micro-batch of {stage.micro_batch} x {stage.seq_len} = {tokens} tokens is not divisible "
-            f"by cp x tp = {p.cp * p.tp}, which sequence_parallel needs; change micro_batch, seq_len or tp",
-            *("seq_len", "micro_batch", "parallel.cp", "parallel.tp", "parallel.sequence_parallel"),
-        )
-
-
-def every_pp_rank_has_layers(view: StageView) -> Found:
-    """A pipeline rank without a block would wait forever."""
-    pp, layers = view.parallel.pp, view.model.num_hidden_layers
-    if pp > layers:
-        yield view.says(
-            f"{view.layout_where}: pp={pp} is above num_hidden_layers={layers}; use a pp of at most {layers}",
-            *("parallel.pp", "model.num_hidden_layers"),
-        )
-
-
-def experts_divide_among_ep(view: StageView) -> Found:
-    """Experts are spread evenly over ep ranks, which divide the ranks of one pipeline stage."""
-    p, experts, keys = view.parallel, view.model.num_experts, ("parallel", "model.num_experts")
-    if p.ep > 1 and (experts == 0 or experts % p.ep):
-        yield view.says(f"{view.layout_where}: num_experts={experts} cannot be divided among ep={p.ep} ranks", *keys)
-    if view.ranks and view.ranks % p.pp == 0 and view.ranks // p.pp % p.ep:
-        yield view.says(
-            f"{view.layout_where}: {view.ranks // p.pp} ranks of a pipeline stage are not divisible by ep={p.ep}; "
-            "use an ep that divides them",
-            *keys,
-        )
-    if experts and p.tp > 1 and not p.sequence_parallel:
-        yield view.says(
-            f"{view.layout_where}: a mixture of experts at tp={p.tp} needs sequence_parallel = true, "
-            "so that every rank routes tokens of its own",
-            *keys,
-        )
-
-
 RECIPE_RULES: tuple[Callable[[Recipe], Found], ...] = (
     stage_names_are_distinct,
     first_stage_starts_once,
@@ -439,10 +292,4 @@ STAGE_RULES: tuple[Callable[[StageView], Found], ...] = (
     context_fits_the_positions,
     blend_names_exist,
     blend_weights_are_proportions,
-    ranks_divide_into_replicas,
-    heads_divide_among_tp,
-    ffn_divides_among_tp,
-    tokens_divide_among_cp_and_tp,
-    every_pp_rank_has_layers,
-    experts_divide_among_ep,
 )
