@@ -142,7 +142,7 @@ class TrainingRows:
         for name, count in self.blend.counts(num_rows).items():
             source = self.sources[name]
             lines.append(
-                f"{source.section}: {count:,} rows = {count * source.seq_len:,} tokens ({count / num_rows:.2%}), "
+                f"{source.section}: {count:,} rows = {count * source.seq_len:,} tokens ({count / max(num_rows, 1):.2%}), "
                 f"{count / source.num_rows:.2f} epochs of {source.size()}"
             )
         return lines

@@ -50,6 +50,7 @@ def test_what_a_stage_takes_of_each_source_is_told(two, tmp_path):
     even = open_training(data_recipe(two), 0, tmp_path / "cache").describe(30)
     assert "15 rows = 240 tokens (50.00%), 1.50 epochs of 10 rows of 161 tokens in 3 documents" in even[0]
     assert "15 rows = 240 tokens (50.00%), 0.75 epochs of 20 rows" in even[1]
+    assert "0 rows" in open_training(data_recipe(two), 0, tmp_path / "cache").describe(0)[0]
     uneven = open_training(data_recipe(two, {"a": 10, "b": 20}), 0, tmp_path / "cache").describe(30)
     assert [line.split(": ")[1].split()[0] for line in uneven] == ["10", "20"]
 
@@ -97,14 +98,18 @@ def test_two_stages_shuffle_differently(two, tmp_path):
     assert one.fingerprint != other.fingerprint
 
 
-def test_the_fingerprint_follows_content_not_path(two, tmp_path):
-    before = open_training(data_recipe(two), 0, tmp_path / "cache").fingerprint
+@pytest.mark.req("B11")
+def test_copies_of_the_files_with_a_cache_of_their_own_give_the_same_rows_and_fingerprint(two, tmp_path):
+    """As on a node that shares no disk."""
+    here = open_training(data_recipe(two), 0, tmp_path / "cache")
     for name in ("a", "b"):
         for suffix in ("bin", "idx"):
             content = (tmp_path / f"{name}.{suffix}").read_bytes()
             (tmp_path / f"moved-{name}.{suffix}").write_bytes(content)
     moved = {name: {"path": str(tmp_path / f"moved-{name}")} for name in two}
-    assert open_training(data_recipe(moved), 0, tmp_path / "other cache").fingerprint == before
+    there = open_training(data_recipe(moved), 0, tmp_path / "other cache")
+    assert there.fingerprint == here.fingerprint
+    assert all(np.array_equal(there.row(i).tokens, here.row(i).tokens) for i in range(40))
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
