@@ -12,11 +12,12 @@ from megatron_lite.models.transformer import build
 from megatron_lite.ops.documents import Documents
 from megatron_lite.ops.select import default_ops
 from megatron_lite.parallel import cross_entropy
-from megatron_lite.parallel.context import single_process
+from megatron_lite.parallel.context import ParallelContext, single_process
 from megatron_lite.plan import memory
 from megatron_lite.plan.memory import activation_bytes
+from tests.helpers.ranks import run_ranks
 
-ROWS, LENGTH = 3, 85  # odd on purpose
+ROWS, LENGTH = 3, 86  # odd on purpose, as far as two ranks allow
 
 
 def _saved_bytes(model: torch.nn.Module, ids: torch.Tensor, doc: Documents) -> int:
@@ -36,14 +37,10 @@ def _saved_bytes(model: torch.nn.Module, ids: torch.Tensor, doc: Documents) -> i
     return sum(storage.nbytes() for storage in saved.values())
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("preset", ["tiny-stablelm", "tiny-qwen3"])
-def test_planned_activations_are_within_2_percent_of_what_torch_saves(preset, dtype, recompute):
-    # A small vocabulary: the head's gradient must not hide the blocks.
-    config = ModelConfig(**PRESETS[preset] | {"vocab_size": 250})
+def _measured(ctx: ParallelContext, config: ModelConfig, dtype: torch.dtype, sp: bool, recompute: str) -> int:
     ops = default_ops("cpu", "fp32" if dtype == torch.float32 else "bf16")
-    model = build(config, single_process().tp, ops, dtype=dtype, recompute_mode=recompute).to_empty(device="cpu")
+    model = build(config, ctx.tp, ops, dtype=dtype, sequence_parallel=sp, recompute_mode=recompute)
+    model = model.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     tokens = ROWS * LENGTH
@@ -51,9 +48,32 @@ def test_planned_activations_are_within_2_percent_of_what_torch_saves(preset, dt
     doc = Documents(borders, (LENGTH,) * ROWS, LENGTH, torch.arange(tokens) % LENGTH, LENGTH)
     # Checkpoints hold the position tables as arguments, which the hooks do not see.
     unseen = 0 if recompute == "none" else sum(table.nbytes for table in rotary_tables(config, doc.position_ids))
-    measured = unseen + _saved_bytes(model, torch.randint(0, config.vocab_size, (tokens,)), doc)
-    planned = activation_bytes(config, tokens, recompute=recompute, bytes_per_element=dtype.itemsize)
+    return unseen + _saved_bytes(model, torch.randint(0, config.vocab_size, (tokens,)), doc)
+
+
+def _config(preset: str) -> ModelConfig:
+    # A small vocabulary: the head's gradient must not hide the blocks.
+    return ModelConfig(**PRESETS[preset] | {"vocab_size": 250})
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", ["tiny-stablelm", "tiny-qwen3"])
+def test_planned_activations_are_within_2_percent_of_what_torch_saves(preset, dtype, recompute):
+    measured = _measured(single_process(), _config(preset), dtype, False, recompute)
+    planned = activation_bytes(_config(preset), ROWS * LENGTH, recompute=recompute, bytes_per_element=dtype.itemsize)
     assert planned.total == pytest.approx(measured, rel=0.02), planned
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("sp", [False, True])
+def test_planned_activations_are_within_2_percent_of_what_torch_saves_on_two_ranks(sp, recompute):
+    config = _config("tiny-qwen3")
+    measured = run_ranks(_measured, 2, config, torch.float32, sp, recompute, tp=2)
+    planned = activation_bytes(
+        config, ROWS * LENGTH, tp=2, sequence_parallel=sp, recompute=recompute, bytes_per_element=4
+    )
+    assert measured == [pytest.approx(planned.total, rel=0.02)] * 2, planned
 
 
 def test_the_plan_knows_the_size_of_the_loss_chunks():
