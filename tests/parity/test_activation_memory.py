@@ -7,14 +7,15 @@ import torch
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.presets import PRESETS
+from megatron_lite.config.schema import Parallel
 from megatron_lite.models.rope import rotary_tables
 from megatron_lite.models.transformer import build
 from megatron_lite.ops.documents import Documents
 from megatron_lite.ops.select import default_ops
 from megatron_lite.parallel import cross_entropy
-from megatron_lite.parallel.context import ParallelContext, single_process
+from megatron_lite.parallel.context import Axis, ParallelContext, single_process
 from megatron_lite.plan import memory
-from megatron_lite.plan.memory import activation_bytes
+from megatron_lite.plan.memory import activation_bytes, rank_parameters
 from tests.helpers.ranks import run_ranks
 
 ROWS, LENGTH = 3, 86  # odd on purpose, as far as two ranks allow
@@ -78,3 +79,12 @@ def test_planned_activations_are_within_2_percent_of_what_torch_saves_on_two_ran
 
 def test_the_plan_knows_the_size_of_the_loss_chunks():
     assert memory.CHUNK_BYTES == cross_entropy.CHUNK_BYTES
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("preset", ["tiny-stablelm", "tiny-qwen3"])
+def test_planned_parameters_of_a_rank_are_those_of_its_model(preset, tp):
+    config = _config(preset)  # Qwen3 has two kv heads: at tp 4 each is held by two ranks
+    for rank in range(tp):
+        model = build(config, Axis("tp", rank, tp, tuple(range(tp)), None), default_ops(), dtype=torch.float32)
+        assert sum(p.numel() for p in model.parameters()) == rank_parameters(config, Parallel(tp=tp)).total
