@@ -1,8 +1,8 @@
 """Grouped-query attention with partial rotary positions and optional q/k norms.
 
-  q, k, v = x W_q, x W_k, x W_v        heads divided over tp; kv heads held by several ranks when tp exceeds them
-  q, k    = rope(norm(q)), rope(norm(k))
-  y       = softmax(q k^T / sqrt(H) + causal inside each document) v W_o
+q, k, v = x W_q, x W_k, x W_v        heads divided over tp; kv heads held by several ranks when tp exceeds them
+q, k    = rope(norm(q)), rope(norm(k))
+y       = softmax(q k^T / sqrt(H) + causal inside each document) v W_o
 """
 
 from __future__ import annotations

@@ -29,14 +29,14 @@ def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 def _all_gather_rows(x: Tensor, axis: Axis) -> Tensor:
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x.contiguous(), group=axis.group)
+    dist.all_gather_single(out, x.contiguous(), group=axis.group)
     return out
 
 
 def _reduce_scatter_rows(x: Tensor, axis: Axis) -> Tensor:
     assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows do not divide over {axis.name}={axis.size}"
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=axis.group)
+    dist.reduce_scatter_single(out, x.contiguous(), group=axis.group)
     return out
 
 
@@ -102,7 +102,7 @@ def all_stack(x: Tensor, axis: Axis) -> Tensor:
 
 def reduce_scatter_start(out: Tensor, whole: Tensor, axis: Axis) -> dist.Work:
     """Begin out = this rank's share of the sum of `whole` over the axis; wait() on what is returned."""
-    return dist.reduce_scatter_tensor(out, whole, group=axis.group, async_op=True)
+    return dist.reduce_scatter_single(out, whole, group=axis.group, async_op=True)
 
 
 def all_reduce_start(x: Tensor, axis: Axis) -> dist.Work:
@@ -112,4 +112,4 @@ def all_reduce_start(x: Tensor, axis: Axis) -> dist.Work:
 
 def all_gather_start(whole: Tensor, share: Tensor, axis: Axis) -> dist.Work:
     """Begin whole = the shares of all ranks; `share` may be this rank's place in `whole`."""
-    return dist.all_gather_into_tensor(whole, share, group=axis.group, async_op=True)
+    return dist.all_gather_single(whole, share, group=axis.group, async_op=True)

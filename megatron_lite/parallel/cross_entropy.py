@@ -24,7 +24,9 @@ from megatron_lite.parallel.embedding import VocabRows
 CHUNK_BYTES = 64 * 2**20  # of fp32 logits at a time
 
 
-def linear_cross_entropy(x_TD: Tensor, head: VocabRows, labels_T: Tensor, ops: Ops, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
+def linear_cross_entropy(
+    x_TD: Tensor, head: VocabRows, labels_T: Tensor, ops: Ops, chunk_bytes: int = CHUNK_BYTES
+) -> Tensor:
     """Sum of the cross-entropies of all tokens whose label is not negative, fp32 scalar, equal on every tp rank.
 
     x_TD [T, D] is whole on each rank (gathered, or entered with comm.enter_region): its gradient here is this rank's
@@ -51,7 +53,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             local_C = labels_C - head.start
             here_C = valid_C & (local_C >= 0) & (local_C < head.real)
             local_C = torch.where(here_C, local_C, -1)
-            top, exps, target = comm.all_stack(torch.stack(ops.cross_entropy.stats(logits_Cv, local_C)), head.tp).unbind(1)
+            top, exps, target = comm.all_stack(
+                torch.stack(ops.cross_entropy.stats(logits_Cv, local_C)), head.tp
+            ).unbind(1)
             top_C = top.amax(0)
             lse_C = top_C + (exps * (top - top_C).exp()).sum(0).log()
             total += ((lse_C - target.sum(0)) * valid_C).sum()

@@ -1,9 +1,9 @@
 """What a forward keeps for its backward, and what it computes again. The same numbers to the bit either way.
 
-  none      : keep everything
-  selective : keep the outputs of the matrix products that are dear to redo; redo the attention core (q/k norms,
-              rotation, attention) and the activation with the product after it
-  full      : keep only each block's input
+none      : keep everything
+selective : keep the outputs of the matrix products that are dear to redo; redo the attention core (q/k norms,
+            rotation, attention) and the activation with the product after it
+full      : keep only each block's input
 """
 
 from __future__ import annotations

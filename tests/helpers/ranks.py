@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
+import queue
 import tempfile
 import time
 import traceback
@@ -26,13 +28,21 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torch", "torch._dynamo", "torch.optim", "torch.distributed", "numpy", "pydantic"])
 
 
-def _child(rank: int, world: int, store: str, fn: Callable[..., Any], args: tuple[Any, ...], layout: dict[str, int], results: Any) -> None:
+def _child(
+    rank: int,
+    world: int,
+    store: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    layout: dict[str, int],
+    results: Any,
+) -> None:
     try:
         torch.set_num_threads(1)
         timeout = timedelta(seconds=60)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
         ctx = build_context(Grid(world, **layout), rank=rank, device=torch.device("cpu"), timeout_s=60.0)
-        results.put((rank, None, fn(ctx, *args)))
+        results.put((rank, None, pickle.dumps(fn(ctx, *args))))  # by value: torch would share memory that ends here
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
@@ -59,14 +69,18 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float =
             while len(answers) < world:
                 try:
                     rank, error, value = results.get(timeout=max(0.1, min(1.0, deadline - time.monotonic())))
-                except multiprocessing.queues.Empty:  # type: ignore[attr-defined]
+                except queue.Empty:
                     dead = [r for r, p in enumerate(ranks) if p.exitcode not in (None, 0) and r not in answers]
                     if dead or time.monotonic() > deadline:
-                        pytest.fail(f"ranks {dead} died" if dead else f"no answer within {timeout_s} s from {set(range(world)) - set(answers)}")
+                        pytest.fail(
+                            f"ranks {dead} died"
+                            if dead
+                            else f"no answer within {timeout_s} s from {set(range(world)) - set(answers)}"
+                        )
                     continue
                 if error is not None:
                     pytest.fail(f"rank {rank} of {world}:\n{error}")
-                answers[rank] = value
+                answers[rank] = pickle.loads(value)
             for process in ranks:
                 process.join(10)
         finally:

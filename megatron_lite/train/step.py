@@ -1,0 +1,80 @@
+"""One optimizer step, every phase in order.
+
+The loss of a step is the sum over its valid tokens divided by their number in the global batch, on every rank and for
+any slicing of the batch: the number is known before the first forward, and all later reductions are sums.
+The one thing that happens elsewhere: as each gradient appears during a backward, a hook of the optimizer adds it to
+its flat bucket and, in the last backward, starts the reduction of finished buckets (optim/zero1.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_lite.data.batch import Batch
+from megatron_lite.models.transformer import Transformer
+from megatron_lite.ops.documents import Documents
+from megatron_lite.optim.zero1 import Zero1
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.runtime.guard import sum_over
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did; the same on every rank."""
+
+    loss: float  # mean over the valid tokens of the global batch
+    grad_norm: float  # before clipping
+    valid_tokens: int
+    skipped: bool  # loss or gradient not finite, or no valid token: no update
+
+
+def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Documents]:
+    """ids [T], labels [T] and the borders of a micro-batch as tensors."""
+    cu_seqlens = torch.from_numpy(batch.cu_seqlens)
+    documents = Documents(
+        cu_seqlens=cu_seqlens.to(device, non_blocking=True),
+        lengths=tuple(cu_seqlens.diff().tolist()),
+        max_seqlen=batch.max_seqlen,
+        position_ids=torch.from_numpy(batch.position_ids).to(device, non_blocking=True),
+        row_length=batch.row_length,
+    )
+    ids, labels = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels)
+    return ids.to(device, non_blocking=True), labels.to(device, non_blocking=True), documents
+
+
+def train_step(model: Transformer, optimizer: Zero1, batches: Sequence[Batch], ctx: ParallelContext, *, lr: float,
+               clip: float) -> StepResult:  # fmt: skip
+    """One update from this rank's micro-batches. `clip` 0 means never."""
+    # 1. what the loss is divided by
+    (valid_tokens,) = sum_over(ctx, ctx.data, sum(batch.valid_tokens for batch in batches))
+
+    # 2. forward and backward of every micro-batch; gradients add up in flat buckets
+    loss = torch.zeros((), device=ctx.device)
+    for i, batch in enumerate(batches):
+        optimizer.expect(last=i == len(batches) - 1)
+        micro_loss = model(*to_device(batch, ctx.device)) / max(valid_tokens, 1)
+        micro_loss.backward()
+        loss += micro_loss.detach()
+
+    # 3. the global gradient norm and loss: each rank adds the elements and tokens it answers for
+    share = optimizer.reduce()
+    loss_share = loss.double() if ctx.tp.rank == 0 else loss.double().zero_()
+    square, total = sum_over(ctx, ctx.world, share.item(), loss_share.item())
+    grad_norm = math.sqrt(square)
+
+    # 4. everybody saw the same numbers, so everybody skips or nobody
+    skipped = valid_tokens == 0 or not math.isfinite(grad_norm) or not math.isfinite(total)
+    if not skipped:
+        optimizer.update(lr, clip_scale(grad_norm, clip))
+    optimizer.zero_grad()
+    return StepResult(total, grad_norm, int(valid_tokens), skipped)
+
+
+def clip_scale(grad_norm: float, clip: float) -> float:
+    """What gradients are multiplied by so that their global norm is at most `clip` (0: no limit)."""
+    return min(1.0, clip / (grad_norm + 1e-6)) if clip else 1.0
