@@ -23,6 +23,7 @@ import secrets
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -45,7 +46,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 }
 FLOAT_CODES = (6, 7)  # two families of tools disagree which of them is f32
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-CHUNK = 1 << 20  # entries handled at a time when an index is written or checked
+CHUNK = 1 << 16  # entries handled at a time when an index is written or checked
 
 
 def bin_path(prefix: str | Path) -> Path:
@@ -72,7 +73,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class IndexedDataset:
     """Reads a pair. Arrays it returns are copies or keep their file mapped, so they may outlive it.
 
-    lengths [S] int32, pointers [S] int64 (bytes), document_index [documents + 1] int64.
+    lengths [S] int32, pointers [S] int64 (bytes), document_index [documents + 1] int64: read when first asked for.
     """
 
     def __init__(self, prefix: str | Path, mmap: bool = True):
@@ -81,16 +82,33 @@ class IndexedDataset:
         self.bin, self.idx = bin_path(prefix), idx_path(prefix)
         for path in (self.idx, self.bin):
             require(path.is_file(), f"{path} does not exist; a corpus is a pair PREFIX.bin and PREFIX.idx", DataError)
-        self.dtype, num_sequences, num_entries = self._read_header()
+        self.dtype, self.num_sequences, num_entries = self._read_header()
         self.num_documents = num_entries - 1
-        starts = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences], dtype=np.int64).tolist()
-        self.lengths = self._array(self.idx, np.dtype("<i4"), num_sequences, starts[0])
-        self.pointers = self._array(self.idx, np.dtype("<i8"), num_sequences, starts[1])
-        self.document_index = self._array(self.idx, np.dtype("<i8"), num_entries, starts[2])
+        pointers_at = HEADER.size + 4 * self.num_sequences
+        self._parts: dict[str, tuple[np.dtype[Any], int, int]] = {  # dtype, entries, byte in the index
+            "lengths": (np.dtype("<i4"), self.num_sequences, HEADER.size),
+            "pointers": (np.dtype("<i8"), self.num_sequences, pointers_at),
+            "document_index": (np.dtype("<i8"), num_entries, pointers_at + 8 * self.num_sequences),
+        }
         self.bin_bytes = self.bin.stat().st_size
         self.num_tokens = self.bin_bytes // self.dtype.itemsize
         self._check_ends()
-        self._tokens = self._array(self.bin, self.dtype, self.num_tokens, 0) if mmap else None
+        self._tokens = np.memmap(self.bin, dtype=self.dtype, mode="r", shape=(self.num_tokens,)) if mmap else None
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sequence."""
+        return self._whole("lengths")
+
+    @cached_property
+    def pointers(self) -> np.ndarray:
+        """Byte offset of each sequence in PREFIX.bin."""
+        return self._whole("pointers")
+
+    @cached_property
+    def document_index(self) -> np.ndarray:
+        """First sequence of each document, and the number of sequences."""
+        return self._whole("document_index")
 
     def _read_header(self) -> tuple[np.dtype[Any], int, int]:
         with open(self.idx, "rb") as file:
@@ -125,20 +143,29 @@ class IndexedDataset:
         )
         return DTYPES[code], num_sequences, num_entries
 
-    def _array(self, path: Path, dtype: np.dtype[Any], count: int, offset: int) -> np.ndarray:
-        if self.mmap and count:
-            return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
-        return np.fromfile(path, dtype=dtype, count=count, offset=offset)
+    def _whole(self, name: str) -> np.ndarray:
+        dtype, count, offset = self._parts[name]
+        if self.mmap:
+            return np.memmap(self.idx, dtype=dtype, mode="r", offset=offset, shape=(count,))
+        return np.fromfile(self.idx, dtype=dtype, count=count, offset=offset)
+
+    def _part(self, name: str, start: int, count: int) -> np.ndarray:
+        """Up to `count` entries from `start`, read without holding the rest."""
+        dtype, entries, offset = self._parts[name]
+        count = min(count, entries - start)
+        return np.fromfile(self.idx, dtype=dtype, count=count, offset=offset + start * dtype.itemsize)
 
     def _check_ends(self) -> None:
-        first, last, num_sequences = int(self.document_index[0]), int(self.document_index[-1]), len(self.lengths)
+        first = int(self._part("document_index", 0, 1)[0])
+        last = int(self._part("document_index", self.num_documents, 1)[0])
         require(first == 0, f"{self.idx}: the document index starts with {first} instead of 0", DataError)
         require(
-            last == num_sequences,
-            f"{self.idx}: the document index ends with {last}, but there are {num_sequences} sequences",
+            last == self.num_sequences,
+            f"{self.idx}: the document index ends with {last}, but there are {self.num_sequences} sequences",
             DataError,
         )
-        end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        pointer, length = (int(self._part(name, self.num_sequences - 1, 1)[0]) for name in ("pointers", "lengths"))
+        end = pointer + length * self.dtype.itemsize
         require(
             end == self.bin_bytes,
             f"{self.bin} has {self.bin_bytes} bytes, but its index ends at byte {end}: one of the two is truncated or "
@@ -180,12 +207,12 @@ class IndexedDataset:
     def check(self) -> None:
         """Read the whole index: lengths, pointers without gaps, document index in order. Errors name the document."""
         end = 0
-        for at in range(0, len(self.lengths), CHUNK):
-            lengths = self.lengths[at : at + CHUNK].astype(np.int64)
-            pointers = self.pointers[at : at + CHUNK]
+        for at in range(0, self.num_sequences, CHUNK):
+            lengths = self._part("lengths", at, CHUNK).astype(np.int64)
+            pointers = self._part("pointers", at, CHUNK)
             if (lengths < 0).any():
-                bad = at + int(np.argmax(lengths < 0))
-                raise DataError(f"{self.idx}: document {self._document_of(bad)} has length {self.lengths[bad]}")
+                bad = int(np.argmax(lengths < 0))
+                raise DataError(f"{self.idx}: document {self._document_of(at + bad)} has length {lengths[bad]}")
             ends = end + np.cumsum(lengths) * self.dtype.itemsize
             expected = np.concatenate([[end], ends[:-1]])
             if not np.array_equal(pointers, expected):
@@ -196,9 +223,10 @@ class IndexedDataset:
                 )
             end = int(ends[-1])
         for at in range(0, self.num_documents, CHUNK):
-            part = self.document_index[at : at + CHUNK + 1]
-            if (np.diff(part) < 0).any():
-                bad = int(np.argmax(np.diff(part) < 0))
+            part = self._part("document_index", at, CHUNK + 1)
+            falls = np.diff(part) < 0
+            if falls.any():
+                bad = int(np.argmax(falls))
                 raise DataError(
                     f"{self.idx}: the document index falls from {int(part[bad])} to {int(part[bad + 1])} "
                     f"after document {at + bad}"

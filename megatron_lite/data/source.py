@@ -141,8 +141,9 @@ class TrainingRows:
         lines = []
         for name, count in self.blend.counts(num_rows).items():
             source = self.sources[name]
+            share = count / max(num_rows, 1)
             lines.append(
-                f"{source.section}: {count:,} rows = {count * source.seq_len:,} tokens ({count / max(num_rows, 1):.2%}), "
+                f"{source.section}: {count:,} rows = {count * source.seq_len:,} tokens ({share:.2%}), "
                 f"{count / source.num_rows:.2f} epochs of {source.size()}"
             )
         return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -243,6 +244,19 @@ def test_a_full_disk_is_an_error_with_the_path(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.req("A04")
+def test_a_writer_holds_no_more_for_more_documents(tmp_path):
+    peaks = []
+    for batches in (20, 200):
+        tracemalloc.start()
+        with IndexedWriter(tmp_path / "c", np.uint16) as writer:
+            for _ in range(batches):
+                writer.add_documents(np.zeros(10_000, np.uint16), np.ones(10_000, np.int64))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.1 * peaks[0]
 
 
 def test_a_stale_manifest_does_not_survive_a_rewrite(tmp_path):
