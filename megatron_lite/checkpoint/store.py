@@ -25,6 +25,7 @@ from xxhash import xxh3_64_hexdigest
 from megatron_lite.checkpoint.copies import differing_copies, gather_all
 from megatron_lite.checkpoint.files import BLOCK, SavedFile, strided, sync_folder, write_file
 from megatron_lite.checkpoint.layout import Copy, Strided, compare_names, gaps, owns, parts, pieces_of, plan, table
+from megatron_lite.checkpoint.manifest import NAME as MANIFEST
 from megatron_lite.checkpoint.manifest import Manifest, check_sizes, read_manifest, write_manifest
 from megatron_lite.errors import CheckpointError, require
 from megatron_lite.parallel.shard import FlatShard, Piece
@@ -79,9 +80,33 @@ def latest(root: Path) -> Path | None:
     return None
 
 
+def find(path: Path, where: str) -> Path:
+    """A checkpoint folder, or the newest one in a folder of checkpoints or in a stage's folder.
+
+    CheckpointError, naming `where` the path was given: no such folder, or no complete checkpoint in it.
+    """
+    require(path.is_dir(), f"{where}: there is no folder {path}", CheckpointError)
+    if (path / MANIFEST).exists():
+        return path
+    found = latest(path) or latest(path / "checkpoints")
+    require(found is not None, f"{where}: {path} is no checkpoint and holds none", CheckpointError)
+    assert found is not None
+    return found
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
     """What `save` was given as `meta`."""
     return read_manifest(folder).meta
+
+
+def has_moments(folder: Path) -> bool:
+    """Whether a checkpoint holds optimizer state beside the weights."""
+    return set(KINDS) <= set(read_manifest(folder).kinds)
+
+
+def has_moments(folder: Path) -> bool:
+    """Whether the optimizer state was saved beside the weights."""
+    return set(KINDS) <= set(read_manifest(folder).kinds)
 
 
 def load(folder: Path, shards: list[FlatShard], kinds: tuple[str, ...] = KINDS) -> None:
