@@ -17,6 +17,10 @@ class CheckpointError(MegatronLiteError):
     """A checkpoint is missing, incomplete, damaged, or does not fit this run."""
 
 
+class TrainingError(MegatronLiteError):
+    """Training went wrong in a way that going on would not mend."""
+
+
 def require(ok: bool, message: str, error: type[MegatronLiteError] = ConfigError) -> None:
     """Raise `error(message)` unless `ok`."""
     if not ok:

@@ -76,9 +76,10 @@ class Transformer(nn.Module):
         x_TD = self.enter_head(self.model(ids_T, doc), self.tp)
         return linear_cross_entropy(x_TD, self.head, labels_T, self.ops)
 
-    def logits(self, ids_T: Tensor, doc: Documents) -> Tensor:
-        """Logits of every id of the vocabulary at every token."""
-        return logits(self.enter_head(self.model(ids_T, doc), self.tp), self.head)
+    def logits(self, ids_T: Tensor, doc: Documents, at: Tensor | None = None) -> Tensor:
+        """Logits of every id of the vocabulary at every token, or at those numbered `at`."""
+        x_TD = self.enter_head(self.model(ids_T, doc), self.tp)
+        return logits(x_TD if at is None else x_TD[at], self.head)
 
 
 def build(config: ModelConfig, tp: Axis, ops: Ops, *, dtype: torch.dtype, sequence_parallel: bool = False,
