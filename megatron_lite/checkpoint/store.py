@@ -104,11 +104,6 @@ def has_moments(folder: Path) -> bool:
     return set(KINDS) <= set(read_manifest(folder).kinds)
 
 
-def has_moments(folder: Path) -> bool:
-    """Whether the optimizer state was saved beside the weights."""
-    return set(KINDS) <= set(read_manifest(folder).kinds)
-
-
 def load(folder: Path, shards: list[FlatShard], kinds: tuple[str, ...] = KINDS) -> None:
     """Fill the tensors of one rank's shards in place, whatever layout the checkpoint was saved in.
 
