@@ -10,30 +10,27 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
-
-from megatron_lite.parallel.context import ParallelContext
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "sentencepiece", "triton", "flash-attn")
 
 
-def environment(ctx: ParallelContext) -> dict[str, Any]:
+def describe_environment(device: torch.device, world_size: int) -> dict[str, Any]:
     """Versions, the commit of this source tree if it has one, the device of this rank and the number of ranks."""
-    return {
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "host": socket.gethostname(),
-        "device": device_name(ctx.device),
-        "cuda": torch.version.cuda,
-        "world_size": ctx.world.size,
-        "commit": _commit(Path(__file__).parent),
-        "packages": {name: number for name in PACKAGES if (number := _version(name)) is not None},
-    }
+    found: dict[str, Any] = {"python": sys.version.split()[0], "platform": platform.platform()}
+    found |= {"host": socket.gethostname(), "world_size": world_size, "commit": _commit(Path(__file__).parent)}
+    found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    found["packages"] = {name: number for name in PACKAGES if (number := _version(name)) is not None}
+    return found
 
 
-def device_name(device: torch.device) -> str:
-    """What the driver calls a GPU; "cpu" otherwise."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def write_environment(path: Path, device: torch.device, world_size: int) -> None:
+    """Write `describe_environment` to `path` as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(orjson.dumps(describe_environment(device, world_size), option=orjson.OPT_INDENT_2))
 
 
 def _version(package: str) -> str | None:

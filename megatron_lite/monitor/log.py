@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
 
-
-def log_line(entry: dict[str, Any], num_steps: int, time_left_s: float, memory_bytes: int) -> str:
-    """One step in one readable line, from its entry in metrics.jsonl; tokens are those of all stages."""
+def log_line(
+    *,
+    step: int,
+    num_steps: int,
+    tokens: int,
+    loss: float,
+    lr: float,
+    grad_norm: float,
+    step_time_s: float,
+    tokens_per_second: float,
+    mfu: float | None,
+    memory_bytes: int,
+    time_left_s: float,
+) -> str:
+    """One step in one readable line of aligned columns; `tokens` over all stages, `mfu` 0 to 1 or None."""
     width = len(str(num_steps))
-    utilisation = "n/a" if entry["mfu"] is None else f"{100 * entry['mfu']:.1f}%"
+    utilisation = "n/a" if mfu is None else f"{100 * mfu:.1f}%"
     return " | ".join(
         [
-            f"step {entry['step']:>{width}}/{num_steps}",
-            f"tokens {short(entry['total_tokens']):>5}",
-            f"loss {entry['loss']:.4f}",
-            f"lr {entry['lr']:.2e}",
-            f"grad norm {entry['grad_norm']:.3f}",
-            f"{1000 * entry['step_time_s']:.0f} ms",
-            f"{short(entry['tokens_per_second']):>5} tokens/s",
+            f"step {step:>{width}}/{num_steps}",
+            f"tokens {short(tokens):>6}",
+            f"loss {loss:.4f}",
+            f"lr {lr:.2e}",
+            f"grad norm {grad_norm:.3f}",
+            f"{1000 * step_time_s:.0f} ms",
+            f"{short(tokens_per_second):>6} tokens/s",
             f"MFU {utilisation}",
             f"{memory_bytes / 2**30:.2f} GiB",
             f"{duration(time_left_s)} left",

@@ -45,16 +45,16 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
 
-class JsonLines:
+class MetricsFile:
     """Appends one JSON object per line; what is written survives the process.
 
-    Lines of steps beyond `keep_until` are dropped at the start (they will be written again), and so is a last line that
-    a kill cut short. NaN and infinity are written as null: JSON has neither.
+    On a start from step `resume_step`, lines of later steps are dropped (they will be written again), and so is a last
+    line that a kill cut short; None starts an empty file. NaN and infinity are written as null: JSON has neither.
     """
 
-    def __init__(self, path: Path, keep_until: int):
+    def __init__(self, path: Path, resume_step: int | None):
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = b"".join(_lines_until(path, keep_until))
+        kept = b"" if resume_step is None else b"".join(_lines_until(path, resume_step))
         if not path.exists() or path.read_bytes() != kept:
             _replace(path, kept)
         self._file = path.open("ab", buffering=0)
