@@ -19,11 +19,11 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: Axis, ops: Ops, *, sequence_parallel: bool, recompute_core: Wrap):
         super().__init__()
-        inner = {"sequence_parallel": sequence_parallel, "recompute_core": recompute_core}
-        self.input_layernorm = hidden_norm(config, tp, ops, sequence_parallel=sequence_parallel)
-        self.self_attn = Attention(config, tp, ops, **inner)
-        self.post_attention_layernorm = hidden_norm(config, tp, ops, sequence_parallel=sequence_parallel)
-        self.mlp = MLP(config, tp, ops, **inner)
+        sp, core = sequence_parallel, recompute_core
+        self.input_layernorm = hidden_norm(config, tp, ops, sequence_parallel=sp)
+        self.self_attn = Attention(config, tp, ops, sequence_parallel=sp, recompute_core=core)
+        self.post_attention_layernorm = hidden_norm(config, tp, ops, sequence_parallel=sp)
+        self.mlp = MLP(config, tp, ops, sequence_parallel=sp, recompute_core=core)
 
     def forward(self, x_tD: Tensor, rotary: tuple[Tensor, Tensor], doc: Documents) -> Tensor:
         x_tD = x_tD + self.self_attn(self.input_layernorm(x_tD), rotary, doc)

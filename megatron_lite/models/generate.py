@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lite.errors import require
+from megatron_lite.models.attention import Attention
 from megatron_lite.models.transformer import Transformer
 from megatron_lite.ops.documents import Documents
 
@@ -29,7 +30,7 @@ class KVCache:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Within the block every attention of the model reads and extends the cache."""
-        mixers = [block.self_attn for block in self.model.model.layers]
+        mixers = [module for module in self.model.modules() if isinstance(module, Attention)]
         for i, mixer in enumerate(mixers):
             mixer.attention = self._remembering(i)
         try:

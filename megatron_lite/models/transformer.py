@@ -1,4 +1,4 @@
-"""The whole decoder: embedding, blocks, final norm, head. One class serves StableLM and Qwen3; the config tells them apart.
+"""The whole decoder: embedding, blocks, final norm, head. One class serves StableLM and Qwen3.
 
 Module names follow the Hugging Face keys, except that q|k|v and gate|up are one module each (`named_pieces` says which
 named tensors those hold).

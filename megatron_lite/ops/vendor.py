@@ -11,7 +11,7 @@ from megatron_lite.ops.documents import Documents
 
 def flash_attention() -> Callable[..., Tensor]:
     """flash-attn's varlen kernel. Raises ImportError where the package is absent."""
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+    from flash_attn import flash_attn_varlen_func
 
     def attention(q: Tensor, k: Tensor, v: Tensor, doc: Documents, scale: float) -> Tensor:
         cu, longest = doc.cu_seqlens, doc.max_seqlen

@@ -13,7 +13,7 @@ from megatron_lite.parallel.grid import Grid
 
 @dataclass(frozen=True)
 class Axis:
-    """One way of dividing ranks, seen from this rank. An axis of size 1 has no group, and its collectives do nothing."""
+    """One way of dividing ranks, seen from this rank. An axis of size 1 has no group."""
 
     name: str
     rank: int = 0

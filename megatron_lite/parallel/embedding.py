@@ -15,7 +15,7 @@ from megatron_lite.parallel.shard import Piece
 
 
 class VocabRows(nn.Module):
-    """This rank's rows [start, start + v) of a [vocab_size, D] matrix padded to `padded` rows; an untied head as it is."""
+    """This rank's rows of a [vocab_size, D] matrix padded to `padded` rows; an untied head is just that."""
 
     def __init__(self, vocab_size: int, padded: int, d_model: int, tp: Axis):
         super().__init__()
@@ -34,7 +34,7 @@ class VocabRows(nn.Module):
 
 
 class VocabParallelEmbedding(VocabRows):
-    """ids [T] -> x [T/tp, D] if sequence_parallel else [T, D]; each rank looks up its own rows and the rest add zero."""
+    """ids [T] -> x [T/tp, D] if sequence_parallel else [T, D]: each rank looks up its own rows, the rest add 0."""
 
     def __init__(self, vocab_size: int, padded: int, d_model: int, tp: Axis, *, sequence_parallel: bool = False):
         super().__init__(vocab_size, padded, d_model, tp)

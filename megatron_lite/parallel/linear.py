@@ -8,7 +8,7 @@ Both take the axis and decide in the constructor which collective enters or leav
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -79,17 +79,19 @@ class ColumnParallelLinear(nn.Module):
     def pieces(self, name: str) -> dict[str, tuple[Piece, ...]]:
         """Named rectangles of each parameter; `name` is this module's, whose last part gives way to the parts' own."""
         parent = name.rpartition(".")[0]
-        table: dict[str, list[Piece]] = {"weight": []} | ({} if self.bias is None else {"bias": []})
-        row = 0
+        weights, biases, row = [], [], 0
         for s in self.slices:
             key = f"{parent}.{s.name}".lstrip(".") if s.name else name
-            shared = {"copies": s.copies, "copy": s.copy, "partial_grad": s.copies > 1}
-            whole, start, shape = (s.whole, self.d_in), (s.start, 0), (s.rows, self.d_in)
-            table["weight"].append(Piece(f"{key}.weight", whole, start, shape, row * self.d_in, **shared))
-            if self.bias is not None:
-                table["bias"].append(Piece(f"{key}.bias", whole[:1], start[:1], shape[:1], row, **shared))
+            weight = Piece(
+                f"{key}.weight", (s.whole, self.d_in), (s.start, 0), (s.rows, self.d_in), row * self.d_in,
+                copies=s.copies, copy=s.copy, partial_grad=s.copies > 1,
+            )  # fmt: skip
+            weights.append(weight)
+            biases.append(
+                replace(weight, name=f"{key}.bias", whole=(s.whole,), start=(s.start,), shape=(s.rows,), offset=row)
+            )
             row += s.rows
-        return {parameter: tuple(pieces) for parameter, pieces in table.items()}
+        return {"weight": tuple(weights)} | ({} if self.bias is None else {"bias": tuple(biases)})
 
 
 class RowParallelLinear(nn.Module):
@@ -115,7 +117,7 @@ class RowParallelLinear(nn.Module):
         """Named rectangles of each parameter. With sequence parallelism a rank's bias sees only its own tokens."""
         f = self.d_in // self.tp.size
         weight = Piece(f"{name}.weight", (self.d_out, self.d_in), (0, self.tp.rank * f), (self.d_out, f))
-        table = {"weight": (weight,)}
+        table: dict[str, tuple[Piece, ...]] = {"weight": (weight,)}
         if self.bias is not None:
             table["bias"] = (replicated(f"{name}.bias", (self.d_out,), self.tp, partial_grad=self.sequence_parallel),)
         return table

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from megatron_lite.data.loader import Rows, validation_batches
 from megatron_lite.data.batch import Batch
+from megatron_lite.data.loader import Rows, validation_batches
 from megatron_lite.models.transformer import Transformer
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.guard import sum_over

@@ -81,7 +81,8 @@ class Journal:
         self.seconds = seconds if not self.seconds else 0.9 * self.seconds + 0.1 * seconds
         if not self.speaks:
             return
-        world = run.ctx.world.size
+        tokens_per_second = run.stage.batch_tokens / seconds
+        utilisation = mfu(self.flops_per_step, seconds, run.ctx.world.size, self.peak)
         entry = {
             "step": state.step,
             "loss": result.loss,
@@ -92,9 +93,9 @@ class Journal:
             "total_tokens": state.total_tokens,
             "valid_tokens": result.valid_tokens,
             "skipped": state.skipped,
-            "tokens_per_second": run.stage.batch_tokens / seconds,
+            "tokens_per_second": tokens_per_second,
             "flops_per_step": self.flops_per_step,
-            "mfu": mfu(self.flops_per_step, seconds, world, self.peak),
+            "mfu": utilisation,
             "step_time_s": seconds,
             "data_time_s": data_seconds,
         }
@@ -105,8 +106,8 @@ class Journal:
         if state.step % run.recipe.logging.every == 0 or state.complete:
             self.say(log_line(
                 step=state.step, num_steps=run.stage.num_steps, tokens=state.total_tokens, loss=result.loss, lr=lr,
-                grad_norm=result.grad_norm, step_time_s=seconds, tokens_per_second=entry["tokens_per_second"],
-                mfu=entry["mfu"], memory_bytes=peak_memory_bytes(run.ctx.device),
+                grad_norm=result.grad_norm, step_time_s=seconds, tokens_per_second=tokens_per_second,
+                mfu=utilisation, memory_bytes=peak_memory_bytes(run.ctx.device),
                 time_left_s=self.seconds * (run.stage.num_steps - state.step),
             ))  # fmt: skip
         if result.skipped:

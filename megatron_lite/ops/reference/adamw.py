@@ -11,7 +11,8 @@ def formula(
     master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *,
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  w = w (1 - lr wd) - lr (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps)."""
+    """With m = b1 m + (1-b1) g and v = b2 v + (1-b2) g^2: w = w (1 - lr wd) - lr m' / (sqrt(v') + eps), where
+    m' = m / (1-b1^step) and v' = v / (1-b2^step)."""
     exp_avg.lerp_(grad, 1 - betas[0])
     exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
     master.mul_(1 - lr * weight_decay)

@@ -24,8 +24,8 @@ def naive(q: Tensor, k: Tensor, v: Tensor, doc: Documents, scale: float) -> Tens
 def sdpa(q: Tensor, k: Tensor, v: Tensor, doc: Documents, scale: float) -> Tensor:
     """One call for equal rows, else one call per document: no mask is ever built."""
     if doc.row_length is not None:
-        rows = [x.unflatten(0, (-1, doc.row_length)) for x in (q, k, v)]
-        return _causal(*rows, scale).flatten(0, 1)
+        q, k, v = (x.unflatten(0, (-1, doc.row_length)) for x in (q, k, v))
+        return _causal(q, k, v, scale).flatten(0, 1)
     segments = zip(q.split(doc.lengths), k.split(doc.lengths), v.split(doc.lengths), strict=True)
     return torch.cat([_causal(q_i[None], k_i[None], v_i[None], scale)[0] for q_i, k_i, v_i in segments])
 
