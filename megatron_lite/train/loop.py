@@ -14,6 +14,7 @@ from megatron_lite.data.batch import Batch
 from megatron_lite.data.loader import StepLoader
 from megatron_lite.errors import ConfigError, TrainingError, require
 from megatron_lite.optim.schedule import learning_rate
+from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid, kv_replicas
 from megatron_lite.runtime.guard import Stop, sum_over, together
 from megatron_lite.runtime.launch import process_groups, read_launch
@@ -36,11 +37,17 @@ def run_stage(recipe: Recipe, index: int, resume: str = "auto") -> None:
     replicas = kv_replicas(merged.model.num_key_value_heads, parallel.tp)
     grid = Grid(launch.world_size, parallel.tp, parallel.pp, parallel.cp, parallel.ep, replicas)
     with Stop(recipe.runtime.stop_after_s) as stop, process_groups(launch, grid, recipe.runtime.timeout_s) as ctx:
-        run = open_stage(recipe, index, ctx, resume)
-        with Journal(run) as journal:
-            journal.opening()
-            if not run.state.complete:
-                steps(run, stop, journal)
+        run_here(recipe, index, ctx, stop, resume)
+
+
+def run_here(recipe: Recipe, index: int, ctx: ParallelContext, stop: Stop, resume: str = "auto") -> StageRun:
+    """The same on ranks whose process groups exist; returns the stage as it was left."""
+    run = open_stage(recipe, index, ctx, resume)
+    with Journal(run) as journal:
+        journal.opening()
+        if not run.state.complete:
+            steps(run, stop, journal)
+    return run
 
 
 def steps(run: StageRun, stop: Stop, journal: Journal) -> None:
