@@ -69,9 +69,7 @@ def run_stages(ctx: ParallelContext, recipe: Recipe, *indices: int, resume: str 
             b"".join(bucket.base.numpy().tobytes() for bucket in run.optimizer.weights.buckets)
         ).hexdigest(),
         "updates": run.optimizer.updates,
-        "shards": [
-            (s.bucket, s.lo, s.hi, {k: t.numpy().copy() for k, t in s.tensors.items()}) for s in run.optimizer.shards()
-        ],
+        "moments": [shard.tensors["exp_avg"].numpy().copy() for shard in run.optimizer.shards()],
     }
 
 
