@@ -20,24 +20,26 @@ T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-def together(world: Axis, action: Callable[[], T]) -> T:
-    """action() on every rank; an error a user can mend on any rank is raised on all, saying where it came from."""
+def together(ctx: ParallelContext, action: Callable[[], T]) -> T:
+    """action() on every rank; an error a user can mend on any rank is raised on all, saying where it came from.
+
+    The action itself must not be a collective. Costs one small all-reduce while all is well.
+    """
     failure: MegatronLiteError | None = None
     try:
         result = action()
     except MegatronLiteError as error:
         failure = error
-    if world.size == 1:
-        answers: list[Any] = [failure and (type(failure), str(failure))]
-    else:
-        answers = [None] * world.size
-        dist.all_gather_object(answers, failure and (type(failure), str(failure)), group=world.group)
+    (failures,) = sum_over(ctx, ctx.world, failure is not None)
+    if not failures:
+        return result
+    answers: list[Any] = [failure and (type(failure), str(failure))] * ctx.world.size
+    if ctx.world.size > 1:
+        dist.all_gather_object(answers, answers[0], group=ctx.world.group)
     failed = [rank for rank, answer in enumerate(answers) if answer is not None]
-    if failed:
-        kind, message = answers[failed[0]]
-        everywhere = len(failed) == world.size
-        raise kind(message if everywhere else f"{message} (on rank {', '.join(map(str, failed))} of {world.size})")
-    return result
+    kind, message = answers[failed[0]]
+    everywhere = len(failed) == ctx.world.size
+    raise kind(message if everywhere else f"{message} (on rank {', '.join(map(str, failed))} of {ctx.world.size})")
 
 
 class Stop:

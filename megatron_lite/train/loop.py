@@ -52,7 +52,7 @@ def run_here(recipe: Recipe, index: int, ctx: ParallelContext, stop: Stop, resum
 
 def steps(run: StageRun, stop: Stop, journal: Journal) -> None:
     """Train from where the stage stands to its end, or until some rank is asked to stop."""
-    loader = together(run.ctx.world, lambda: open_loader(run))
+    loader = together(run.ctx, lambda: open_loader(run))
     try:
         if run.state.step == 0:
             measure(run, journal)
@@ -93,7 +93,7 @@ def one_step(run: StageRun, loader: StepLoader, journal: Journal) -> None:
 
 def fetch(run: StageRun, loader: StepLoader) -> list[Batch]:
     """The next step's micro-batches of this rank. If any rank cannot read its rows, all raise that rank's error."""
-    return together(run.ctx.world, lambda: next(loader))
+    return together(run.ctx, lambda: next(loader))
 
 
 def advance(state: TrainState, result: StepResult, run: StageRun) -> TrainState:

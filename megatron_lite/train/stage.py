@@ -109,14 +109,12 @@ def open_stage(recipe: Recipe, index: int, ctx: ParallelContext, resume: str) ->
     """Build a stage and bring it to where it starts. A collective: what fails on one rank is raised on all."""
     whole, recipe = recipe, for_stage(recipe, index)
     stage = recipe.stages[index]
-    start = together(ctx.world, lambda: find_start(recipe, index, resume))
+    start = together(ctx, lambda: find_start(recipe, index, resume))
     cache = Path(recipe.data.cache) if recipe.data.cache else Path(recipe.run) / "cache"
-    kernels = together(
-        ctx.world, lambda: select.resolve(recipe.kernels.model_dump(), ctx.device.type, recipe.precision)
-    )
-    together(ctx.world, lambda: check_packages(recipe.logging))
-    rows = together(ctx.world, lambda: open_training(recipe, index, cache))
-    validation = together(ctx.world, lambda: open_validation(recipe, index, cache))
+    kernels = together(ctx, lambda: select.resolve(recipe.kernels.model_dump(), ctx.device.type, recipe.precision))
+    together(ctx, lambda: check_packages(recipe.logging))
+    rows = together(ctx, lambda: open_training(recipe, index, cache))
+    validation = together(ctx, lambda: open_validation(recipe, index, cache))
 
     ops = select.build(kernels)
     model = build(
@@ -135,7 +133,7 @@ def open_stage(recipe: Recipe, index: int, ctx: ParallelContext, resume: str) ->
         optimizer.fill(initial_tensors(recipe.model, recipe.seed))
     else:
         folder = start.checkpoint
-        saved, more = together(ctx.world, lambda: _load(folder, start, state, recipe, optimizer))
+        saved, more = together(ctx, lambda: _load(folder, start, state, recipe, optimizer))
         optimizer.publish()
         lines += more
         if start.resumed:
