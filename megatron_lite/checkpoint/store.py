@@ -202,8 +202,8 @@ def _require_kinds(folder: Path, manifest: Manifest, kinds: tuple[str, ...]) -> 
     missing = [kind for kind in kinds if kind not in manifest.kinds]
     require(
         not missing,
-        f"{folder} holds {', '.join(manifest.kinds)} but not {', '.join(missing)}; "
-        'set checkpoint.on_missing_optimizer = "reset" to start with fresh optimizer state',
+        f"{folder} holds {', '.join(manifest.kinds)} but not {', '.join(missing)}"
+        + ('; set checkpoint.on_missing_optimizer = "reset" to start with fresh moments' if "master" in kinds else ""),
         CheckpointError,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -10,22 +11,22 @@ from typing import Any
 import orjson
 import torch
 
-# Dense bf16 FLOP/s of one device, from the vendor's data sheets. The first entry whose words all occur in the name of
-# the device counts, so variants stand before what they are variants of.
-PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
-    (("A100",), 312e12),
-    (("H100", "PCIe"), 756e12),
-    (("H100", "NVL"), 835e12),
-    (("H100",), 989e12),
-    (("H200", "NVL"), 835e12),
-    (("H200",), 989e12),
+# Dense bf16 FLOP/s of one device, from the vendor's data sheets. The first entry whose words are all in the name of the
+# device counts, so variants stand before what they are variants of.
+PEAKS: tuple[tuple[frozenset[str], float], ...] = (
+    (frozenset({"A100"}), 312e12),
+    (frozenset({"H100", "PCIE"}), 756e12),
+    (frozenset({"H100", "NVL"}), 835e12),
+    (frozenset({"H100"}), 989e12),
+    (frozenset({"H200", "NVL"}), 835e12),
+    (frozenset({"H200"}), 989e12),
 )
 
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a device by the name its driver gives; None when we do not know it."""
-    words = device_name.upper()
-    return next((peak for parts, peak in PEAKS if all(part.upper() in words for part in parts)), None)
+    words = set(re.findall("[A-Z0-9]+", device_name.upper()))
+    return next((peak for needed, peak in PEAKS if needed <= words), None)
 
 
 def tflops(flops: float, seconds: float, num_devices: int) -> float:

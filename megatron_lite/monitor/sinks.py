@@ -90,7 +90,7 @@ def check_packages(logging: Logging) -> None:
 
 
 def _errors(name: str) -> tuple[type[Exception], ...]:
-    common = (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError)
+    common = (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError)
     return (*common, import_module("wandb").errors.Error) if name == "wandb" else common
 
 
