@@ -114,7 +114,7 @@ class Saved:
     def __init__(self, coordinates: Sequence[dict[str, Any]], files: Sequence[dict[str, Any]]):
         self._holders: dict[str, list[tuple[Coordinate, str, Piece]]] = {}
         self._ranges: dict[tuple[Coordinate, str], list[Range]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}  # name -> whole shape, in the order of the model
+        self.shapes: dict[str, tuple[int, ...]] = {}  # name -> whole shape, in the order of the buckets
         for entry in coordinates:
             coordinate = (entry["pp"], entry["tp"])
             for bucket, stored in entry["buckets"].items():

@@ -128,7 +128,7 @@ def load(folder: Path, shards: list[FlatShard], kinds: tuple[str, ...] = KINDS) 
 
 
 def read_tensors(folder: Path, kind: str = "master") -> Iterator[tuple[str, Tensor]]:
-    """Whole fp32 tensors under their names, one at a time, in the order of the model.
+    """Whole fp32 tensors under their names, one at a time, in the order of the buckets.
 
     Every byte of the checkpoint is verified first, those of replicated copies too. CheckpointError as in `load`.
     """

@@ -66,7 +66,7 @@ def test_one_resharded_rank_needs_only_its_own_shards(tmp_path):
             assert np.array_equal(shard.tensors["exp_avg_sq"].numpy(), expected(shard, "exp_avg_sq"))
 
 
-def test_whole_tensors_are_read_under_their_names_in_the_order_of_the_model(tmp_path):
+def test_whole_tensors_are_read_under_their_names_in_the_order_of_the_buckets(tmp_path):
     found = dict(read_tensors(_save(tmp_path)))
     assert list(found) == list(SHAPES)
     for name, tensor in found.items():
