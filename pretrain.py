@@ -48,7 +48,7 @@ def dry_run(args: argparse.Namespace) -> None:
     from megatron_lite.config.stages import stage_index
     from megatron_lite.plan.run import describe
 
-    recipe = load_recipe(args.recipe, args.set)
+    recipe = load_recipe(args.recipe, args.set, launched=args.world_size is not None)
     stages = list(range(len(recipe.stages))) if args.stage is None else [stage_index(recipe, args.stage)]
     print(describe(recipe, stages, args.world_size or recipe.parallel.world_size or 1))
 
@@ -61,7 +61,7 @@ def train(args: argparse.Namespace) -> None:
 
     if args.world_size is not None:
         raise ConfigError("--world-size goes with --dry-run; a run has as many ranks as were launched")
-    recipe = load_recipe(args.recipe, args.set)
+    recipe = load_recipe(args.recipe, args.set, launched=True)
     if args.stage is None:
         names = ", ".join(f"{i} ({stage.name})" for i, stage in enumerate(recipe.stages, 1))
         raise ConfigError(f"which stage? --stage takes one of {names}")

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 def load_model(folder: Path, device: torch.device) -> tuple[Transformer, str]:
     """The model of a checkpoint in its own precision, and the path of its tokenizer."""
     state = TrainState.from_meta(store.read_meta(folder))
-    recipe = for_stage(read_recipe(state.recipe), state.stage)
+    recipe = for_stage(read_recipe(state.recipe, launched=True), state.stage)
     dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
     ctx, ops = single_process(device), default_ops(device.type, recipe.precision)
     model = build(recipe.model, ctx.tp, ops, dtype=dtype)

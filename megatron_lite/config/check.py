@@ -35,11 +35,13 @@ def check(
     return list(dict.fromkeys(found))
 
 
-def violations(recipe: Recipe, world_size: int | None = None, stage: int | None = None) -> list[Violation]:
-    """Every violation of a rule; see check."""
+def violations(
+    recipe: Recipe, world_size: int | None = None, stage: int | None = None, *, sized: bool = True
+) -> list[Violation]:
+    """Every violation of a rule; see check. Not `sized`: the number of ranks is unknown, its rules are not asked."""
     found = [violation for rule in RECIPE_RULES for violation in rule(recipe)]
     found += [violation for rule in MODEL_RULES for violation in rule(recipe.model)]
-    for view in _views(recipe, world_size, stage):
+    for view in _views(recipe, world_size, stage, sized):
         found += [violation for rule in (*STAGE_RULES, *LAYOUT_RULES) for violation in rule(view)]
     return list({violation.message: violation for violation in found}.values())
 
@@ -55,9 +57,9 @@ def not_built(recipe: Recipe, stage: int | None = None) -> list[Violation]:
     return list({violation.message: violation for violation in found}.values())
 
 
-def _views(recipe: Recipe, world_size: int | None, only: int | None) -> Iterator[StageView]:
+def _views(recipe: Recipe, world_size: int | None, only: int | None, sized: bool = True) -> Iterator[StageView]:
     for i in range(len(recipe.stages)):
         if only is None or i == only:
             merged = for_stage(recipe, i)
-            ranks = world_size or merged.parallel.world_size
+            ranks = world_size or (merged.parallel.world_size if sized else None)
             yield StageView(i, recipe, merged.model, merged.parallel, ranks)

@@ -22,9 +22,10 @@ from megatron_lite.errors import ConfigError
 __all__ = ["for_stage", "load_recipe", "read_recipe", "stage_index", "to_toml"]
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -> Recipe:
     """Read a recipe file, apply `--set` options, expand the preset, check everything.
 
+    launched: the number of ranks is a fact, whatever the recipe is meant for; leave what depends on it to `check`.
     Raises ConfigError that lists every problem of the file and of the options.
     """
     try:
@@ -33,10 +34,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the recipe {path} is not UTF-8 text (byte {error.start})") from error
-    return read_recipe(text, overrides, where=str(path))
+    return read_recipe(text, overrides, where=str(path), launched=launched)
 
 
-def read_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe") -> Recipe:
+def read_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe", *, launched: bool = False) -> Recipe:
     """As load_recipe, from the text of a recipe; `where` names it in messages."""
     try:
         raw = tomllib.loads(text)
@@ -44,7 +45,7 @@ def read_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe")
         raise ConfigError(f"{where} is not valid TOML: {error}") from error
     problems = [problem for option in overrides if (problem := _set(raw, option))]
     problems += _expand_preset(raw)
-    recipe, more = validate(raw)
+    recipe, more = validate(raw, launched)
     problems += more
     if problems or recipe is None:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"

@@ -60,8 +60,11 @@ class SchemaError(NamedTuple):
         return f"{self.path} = {shown}: {self.text[:1].lower()}{self.text[1:]}"
 
 
-def validate(raw: dict[str, Any]) -> tuple[Recipe | None, list[str]]:
-    """The recipe, or None where it does not fit the schema, and every problem with it."""
+def validate(raw: dict[str, Any], launched: bool = False) -> tuple[Recipe | None, list[str]]:
+    """The recipe, or None where it does not fit the schema, and every problem with it.
+
+    launched: what depends on the number of ranks is left to whoever knows it.
+    """
     raw = copy.deepcopy(raw)
     unknown = [error for error in _schema_errors(raw) if error.unknown]
     for error in unknown:
@@ -72,7 +75,9 @@ def validate(raw: dict[str, Any]) -> tuple[Recipe | None, list[str]]:
     if any(_schema_errors(raw)):
         return None, problems  # too far from a recipe to ask the rules
     recipe = Recipe.model_validate(raw)
-    problems += [violation.message for violation in violations(recipe) if not violation.touches(replaced)]
+    problems += [
+        violation.message for violation in violations(recipe, sized=not launched) if not violation.touches(replaced)
+    ]
     return (None if unknown or wrong else recipe), problems
 
 

@@ -152,8 +152,8 @@ def _load(folder: Path, start: Start, fresh: TrainState, recipe: Recipe,
         require(saved.stage_name == stage.name, f"{folder} is of stage {saved.stage_name}, not {stage.name}; "
                                                 "to start from its weights name it in the stage's `start`",
                 CheckpointError)  # fmt: skip
-        now = read_recipe(fresh.recipe).model_dump()
-        lines += compare_recipes(read_recipe(saved.recipe).model_dump(), now, fresh.stage)
+        now = read_recipe(fresh.recipe, launched=True).model_dump()
+        lines += compare_recipes(read_recipe(saved.recipe, launched=True).model_dump(), now, fresh.stage)
         check_data(saved.data, fresh.data)
         require(saved.step <= stage.num_steps, f"{folder} is at step {saved.step}, the stage now ends at "
                                                f"{stage.num_steps}", CheckpointError)  # fmt: skip
