@@ -1,0 +1,225 @@
+"""Each op against its plain formula: values and gradients, odd sizes; and the table that chooses backends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_lite.errors import ConfigError
+from megatron_lite.models.generate import pack
+from megatron_lite.models.transformer import build
+from megatron_lite.ops import select
+from megatron_lite.ops.documents import Documents
+from megatron_lite.ops.reference import adamw, attention, cross_entropy, pointwise
+from megatron_lite.parallel.context import single_process
+from tests.helpers.tiny import Run, build_run, qwen3, stablelm
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def grads(y: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Gradients of a fixed random combination of y."""
+    return torch.autograd.grad(y, leaves, draw(*y.shape, seed=9, dtype=y.dtype).detach())
+
+
+def documents(*lengths: int) -> Documents:
+    return pack([[0] * n for n in lengths], torch.device("cpu"))[1]
+
+
+# ---- norms
+
+
+def plain_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+@pytest.mark.parametrize("shape", [(63, 60), (5, 3, 17), (1, 1)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_rms_norm_equals_autograd_of_the_formula(shape, dtype, tolerance):
+    x, weight = draw(*shape, dtype=dtype), draw(shape[-1], seed=1, dtype=dtype)
+    ours, plain = pointwise.rms_norm(x, weight, 1e-6), plain_rms_norm(x, weight, 1e-6)
+    assert ours.dtype == dtype and torch.equal(ours, plain)
+    for mine, theirs in zip(grads(ours, x, weight), grads(plain, x, weight), strict=True):
+        assert mine.dtype == dtype
+        largest = theirs.float().abs().max()
+        assert (mine.float() - theirs.float()).abs().max() <= tolerance * largest + 1e-6
+
+
+@pytest.mark.req("N02")
+def test_epsilon_is_added_to_the_variance():
+    x, weight = draw(31, 60) * 1e-4, torch.ones(60)
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(pointwise.rms_norm(x, weight, 1e-6).double(), expected, rtol=1e-6, atol=0)
+    wrong = x.double() / (x.double().square().mean(-1, keepdim=True).sqrt() + 1e-6)
+    assert (wrong / expected).min() > 5  # the two readings are far apart at this scale
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_layer_norm_equals_its_formula(dtype, tolerance):
+    x, weight, bias = (draw(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(63, 60), (60,), (60,)]))
+    ours = pointwise.layer_norm(x, weight, bias, 1e-5)
+    x32 = x.float()
+    variance = x32.var(-1, correction=0, keepdim=True)
+    plain = (x32 - x32.mean(-1, keepdim=True)) / (variance + 1e-5).sqrt() * weight.float() + bias.float()
+    torch.testing.assert_close(ours.float(), plain, rtol=tolerance, atol=tolerance)
+    for mine, theirs in zip(grads(ours, x, weight, bias), grads(plain.to(dtype), x, weight, bias), strict=True):
+        assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max() * 4
+
+
+# ---- rotation and activation
+
+
+@pytest.mark.req("K05")
+@pytest.mark.parametrize("r", [1, 5, 8])
+def test_rope_turns_pairs_as_complex_numbers_and_leaves_the_rest(r):
+    x = draw(13, 3, 16)
+    angles = torch.arange(13.0)[:, None] * torch.logspace(0, -2, r)
+    y = pointwise.rope(x, angles.cos(), angles.sin())
+    turned = torch.complex(x[..., :r], x[..., r : 2 * r]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    torch.testing.assert_close(y, torch.cat((turned.real, turned.imag, x[..., 2 * r :]), -1))
+    assert torch.equal(y[0], x[0])
+    assert torch.equal(y[..., 2 * r :], x[..., 2 * r :])
+    (dx,) = grads(y, x)  # a rotation's gradient is the rotation back
+    back = pointwise.rope(draw(13, 3, 16, seed=9), angles.cos(), -angles.sin())
+    torch.testing.assert_close(dx, back.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_equals_autograd_of_the_formula(dtype):
+    x = draw(11, 2 * 37, dtype=dtype)
+    gate, up = x.chunk(2, -1)
+    plain, ours = F.silu(gate) * up, pointwise.swiglu(x)
+    assert torch.equal(ours, plain)
+    torch.testing.assert_close(grads(ours, x), grads(plain, x))
+
+
+# ---- attention
+
+
+@pytest.mark.req("J03")
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("lengths", [(1,), (7,), (5, 1, 13), (9, 9, 9)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_sdpa_equals_the_formula_inside_each_document(heads, kv_heads, lengths, dtype, tolerance):
+    q, k, v = (draw(sum(lengths), n, 10, seed=n + i, dtype=dtype) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    doc = documents(*lengths)
+    ours, plain = attention.sdpa(q, k, v, doc, 0.3), attention.naive(q, k, v, doc, 0.3)
+    assert ours.dtype == plain.dtype == dtype
+    torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
+    for mine, theirs in zip(grads(ours, q, k, v), grads(plain, q, k, v), strict=True):
+        assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max() + tolerance
+
+
+def test_equal_rows_in_one_call_equal_one_call_per_row():
+    q, k, v = (draw(27, n, 10, seed=i) for i, n in enumerate((4, 2, 2)))
+    doc = documents(9, 9, 9)
+    together = Documents(doc.cu_seqlens, doc.lengths, 9, doc.position_ids, row_length=9)
+    torch.testing.assert_close(attention.sdpa(q, k, v, together, 0.3), attention.sdpa(q, k, v, doc, 0.3))
+
+
+def test_the_formula_is_softmax_over_the_past():
+    q, k, v = draw(3, 1, 2), draw(3, 1, 2, seed=1), draw(3, 1, 2, seed=2)
+    out = attention.naive(q, k, v, documents(3), 0.5)[:, 0]
+    for t in range(3):
+        weights = torch.stack([torch.exp(q[t, 0] @ k[s, 0] * 0.5) for s in range(t + 1)])
+        torch.testing.assert_close(out[t], (weights / weights.sum()) @ v[: t + 1, 0])
+
+
+@pytest.mark.req("J01", "J03")
+@pytest.mark.parametrize("backend", ["sdpa", "naive"])
+@pytest.mark.parametrize("config", [stablelm(), qwen3()], ids=lambda c: c.model_type)
+def test_a_document_does_not_see_the_one_before_it(config, backend):
+    model, _ = build_run(Run(config), single_process())
+    for block in model.model.layers:
+        block.self_attn.attention = select.build(select.resolve({"attention": backend}, "cpu", "fp32")).attention
+    first, second = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8]
+    ids = torch.tensor([*first, *second])
+    changed = ids.clone()
+    changed[2] = 77
+    with torch.no_grad():
+        for doc, seen in ((documents(5, 7), False), (documents(12), True)):
+            difference = (model.logits(ids, doc) - model.logits(changed, doc)).abs()
+            assert difference[:2].max() == 0 and difference[2:5].max() > 1e-4
+            assert (difference[5:].max() > 1e-4) == seen
+
+
+# ---- cross-entropy, halves over a cut vocabulary
+
+
+@pytest.mark.parametrize("cuts", [[101], [60, 41], [1, 50, 50]])
+def test_local_halves_add_up_to_the_cross_entropy(cuts):
+    logits = (draw(23, 101) * 5).detach().requires_grad_()
+    labels = torch.randint(0, 101, (23,), generator=torch.Generator().manual_seed(1))
+    valid = torch.arange(23) % 3 > 0
+    parts, start = [], 0
+    for part in logits.detach().split(cuts, -1):
+        here = valid & (labels >= start) & (labels < start + part.shape[1])
+        parts.append((part.clone(), torch.where(here, labels - start, -1)))
+        start += part.shape[1]
+    top, exps, target = (torch.stack(s) for s in zip(*(cross_entropy.stats(*part) for part in parts), strict=True))
+    lse = top.amax(0) + (exps * (top - top.amax(0)).exp()).sum(0).log()
+    losses = F.cross_entropy(logits, labels.where(valid, -100), reduction="none")
+    torch.testing.assert_close((lse - target.sum(0)) * valid, losses)
+    dz = torch.cat([cross_entropy.grad(part, lse, local, valid) for part, local in parts], -1)
+    torch.testing.assert_close(dz, torch.autograd.grad(losses.sum(), logits)[0])
+    assert dz[~valid].abs().max() == 0
+
+
+def test_a_rank_of_padding_only_adds_nothing():
+    logits = torch.full((4, 3), -torch.inf)
+    top, exps, target = cross_entropy.stats(logits, torch.full((4,), -1))
+    assert torch.isfinite(top).all() and exps.eq(0).all() and target.eq(0).all()
+    assert cross_entropy.grad(logits, torch.zeros(4), torch.full((4,), -1), torch.ones(4, dtype=torch.bool)).eq(0).all()
+
+
+# ---- AdamW
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("backend", [adamw.fused, adamw.formula])
+def test_adamw_equals_torchs_over_several_steps(backend, weight_decay):
+    size, options = 1001, {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": weight_decay}
+    master, exp_avg, exp_avg_sq = draw(size).detach(), torch.zeros(size), torch.zeros(size)
+    parameter = torch.nn.Parameter(master.clone())
+    optimizer = torch.optim.AdamW([parameter], **options, foreach=False)
+    for step in range(1, 8):
+        gradient = draw(size, seed=step).detach() * 10.0 ** (step - 4)
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        backend(master, gradient, exp_avg, exp_avg_sq, step=step, **options)
+        torch.testing.assert_close(master, parameter.detach(), rtol=1e-6, atol=1e-7)
+    state = optimizer.state[parameter]
+    torch.testing.assert_close(exp_avg, state["exp_avg"])
+    torch.testing.assert_close(exp_avg_sq, state["exp_avg_sq"])
+
+
+# ---- the table
+
+
+def test_auto_takes_what_runs_here():
+    chosen = select.resolve({}, "cpu", "fp32")
+    assert set(chosen) == set(select.TABLE)
+    assert chosen["attention"] == "sdpa" and chosen["adamw"] == "fused"
+    assert select.resolve({"attention": "naive"}, "cpu", "fp32")["attention"] == "naive"
+
+
+@pytest.mark.req("J03")
+def test_a_backend_that_cannot_run_is_refused_with_a_list_of_those_that_can():
+    with pytest.raises(ConfigError, match=r"attention = 'flash_attn' .*needs cuda, this is cpu; sdpa: available"):
+        select.resolve({"attention": "flash_attn"}, "cpu", "bf16")
+    with pytest.raises(ConfigError, match="needs bf16, this run is fp32"):
+        select.resolve({"attention": "flash_attn"}, "cuda", "fp32")
+    with pytest.raises(ConfigError, match=r"attention = 'ring' cannot be used here .*naive: available"):
+        select.resolve({"attention": "ring"}, "cpu", "fp32")
+    with pytest.raises(ConfigError, match="no op atention; there are attention, norm"):
+        select.resolve({"atention": "sdpa"}, "cpu", "fp32")
+
+
+def test_the_model_calls_the_chosen_backend():
+    ops = select.build(select.resolve({"attention": "naive"}, "cpu", "fp32"))
+    model = build(qwen3(), single_process().tp, ops, dtype=torch.float32)
+    assert all(block.self_attn.attention is attention.naive for block in model.model.layers)
