@@ -103,11 +103,12 @@ def plot(stages: list[StageCurves], output: Path, title: str) -> None:
     figure = Figure(figsize=(10, 5.5), layout="constrained")
     axes = figure.subplots()
     names = list(dict.fromkeys(name for stage in stages for name in stage.validation))
+    width = sum(len(stage.loss) for stage in stages) // 40
     for index, stage in enumerate(stages):
         first = index == 0
         if len(stage.tokens):
             axes.plot(stage.tokens, stage.loss, color=TRAINING, alpha=0.25, linewidth=0.8)
-            smoothed = smooth(stage.loss, len(stage.loss) // 30)
+            smoothed = smooth(stage.loss, width)
             axes.plot(stage.tokens, smoothed, color=TRAINING, linewidth=1.8, label="training" if first else None)
         for order, name in enumerate(names):
             points = np.array(stage.validation.get(name, [])).reshape(-1, 2)

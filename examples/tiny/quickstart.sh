@@ -43,9 +43,11 @@ for stage in 1 2 3; do
   torchrun --standalone --nproc_per_node 2 pretrain.py --recipe $recipe --stage $stage
 done
 
-say "sample: the trained model continues a prompt"
-python tools/generate.py --checkpoint "$(ls -d $out/run/stage-3/checkpoints/step-???????? | tail -n 1)" \
-  --prompt "def " --prompt "The " | tee $out/sample.txt
+say "sample: the trained model continues two prompts"
+for prompt in "def __init__(self" "This module"; do
+  echo "--- $prompt"
+  python tools/generate.py --checkpoint $out/run/stage-3 --prompt "$prompt" --temperature 0.6 --top-p 0.9
+done | tee $out/sample.txt
 
 say "picture"
 python tools/plot_run.py $out/run --output $out/loss.png
