@@ -20,6 +20,7 @@ from megatron_lite.runtime.guard import Stop, sum_over, together
 from megatron_lite.runtime.launch import process_groups, read_launch
 from megatron_lite.train.evaluate import evaluate
 from megatron_lite.train.journal import Journal
+from megatron_lite.train.replicas import check_replicas
 from megatron_lite.train.stage import StageRun, open_stage
 from megatron_lite.train.step import StepResult, train_step
 
@@ -62,6 +63,8 @@ def steps(run: StageRun, stop: Stop, journal: Journal) -> None:
                 journal.say(f"stopped after step {run.state.step} ({stop.reason or 'asked on another rank'})")
                 return
             one_step(run, loader, journal)
+            if due(run.recipe.guard.check_replicas_every, run.state.step):
+                check_replicas(run.optimizer, run.ctx, f"after step {run.state.step}")
             last = run.state.step == run.stage.num_steps
             if last or due(run.recipe.evaluation.every, run.state.step):
                 measure(run, journal)

@@ -23,6 +23,7 @@ from megatron_lite.ops import select
 from megatron_lite.optim.zero1 import Zero1
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.guard import together
+from megatron_lite.train.replicas import check_replicas
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -135,6 +136,7 @@ def open_stage(recipe: Recipe, index: int, ctx: ParallelContext, resume: str) ->
         folder = start.checkpoint
         saved, more = together(ctx, lambda: _load(folder, start, state, recipe, optimizer))
         optimizer.publish()
+        check_replicas(optimizer, ctx, f"after loading {folder}")
         lines += more
         if start.resumed:
             state = replace(saved, num_steps=state.num_steps, recipe=state.recipe,

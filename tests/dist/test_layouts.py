@@ -20,14 +20,14 @@ MODELS = {
     "qwen3-kv4": qwen3(num_key_value_heads=4),
 }
 LAYOUTS = {
-    "dp2": dict(world=2),
-    "dp3": dict(world=3),
-    "tp2": dict(world=2, tp=2),
-    "tp2-sp": dict(world=2, tp=2, sequence_parallel=True),
-    "tp2-dp2": dict(world=4, tp=2),
-    "tp2-dp2-sp": dict(world=4, tp=2, sequence_parallel=True),
-    "tp4-sp": dict(world=4, tp=4, sequence_parallel=True),
-    "zero-off": dict(world=2, optimizer=Optimizer(zero=0)),
+    "dp2": {"world": 2},
+    "dp3": {"world": 3},
+    "tp2": {"world": 2, "tp": 2},
+    "tp2-sp": {"world": 2, "tp": 2, "sequence_parallel": True},
+    "tp2-dp2": {"world": 4, "tp": 2},
+    "tp2-dp2-sp": {"world": 4, "tp": 2, "sequence_parallel": True},
+    "tp4-sp": {"world": 4, "tp": 4, "sequence_parallel": True},
+    "zero-off": {"world": 2, "optimizer": Optimizer(zero=0)},
 }
 
 

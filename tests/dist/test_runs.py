@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_lite.checkpoint import store
 from megatron_lite.config.schema import Recipe
@@ -170,6 +171,31 @@ def _poisoned(ctx: ParallelContext, recipe: Recipe, steps: set[int]) -> dict:
 def _gives_up(ctx: ParallelContext, recipe: Recipe, steps: set[int]) -> str:
     with pytest.raises(TrainingError) as caught:
         _poisoned(ctx, recipe, steps)
+    return str(caught.value)
+
+
+@pytest.mark.req("E14", "F12")
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}])
+def test_a_replica_that_drifts_stops_the_run_and_is_named(tmp_path: Path, axes: dict[str, int]) -> None:
+    recipe = tiny_recipe(tmp_path, guard={"check_replicas_every": 3}, parallel=axes)
+    for message in run_ranks(_drifts, 2, recipe, **axes):
+        assert message.startswith("after step 3, weights that should be equal are not: model.norm.weight (weight")
+        assert "is not equal on ranks [0] and [1]" in message
+
+
+def _drifts(ctx: ParallelContext, recipe: Recipe) -> str:
+    """On rank 1 the last norm moves by itself after the third step."""
+    plain, done = Zero1.update, itertools.count(1)
+
+    def update(self: Zero1, *args: float) -> None:
+        plain(self, *args)
+        if next(done) == 3 and ctx.world.rank == 1:
+            with torch.no_grad():
+                self.weights.parameters["model.norm.weight"].add_(1e-3)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TrainingError) as caught:
+        patch.setattr(Zero1, "update", update)
+        run_stages(ctx, recipe, 0)
     return str(caught.value)
 
 
