@@ -110,9 +110,12 @@ def generate(
 ) -> list[list[int]]:
     """Continuations of the prompts (without them, and without the stop id), at most max_new_tokens ids each.
 
-    Errors: ConfigError for an empty prompt or sampling parameters out of range.
+    Errors: ConfigError for an empty prompt, an id outside the vocabulary, or sampling parameters out of range.
     """
     require(all(len(p) > 0 for p in prompts) and len(prompts) > 0, "every prompt needs at least one token")
+    vocab_size = model.head.vocab_size
+    for token in (t for p in prompts for t in p):
+        require(0 <= token < vocab_size, f"a prompt holds id {token}, outside the model's vocabulary of {vocab_size}")
     require(temperature >= 0, f"temperature {temperature} is negative")
     require(0 < top_p <= 1, f"top_p {top_p} is not in (0, 1]")
     device = next(model.parameters()).device
