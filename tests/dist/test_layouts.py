@@ -10,6 +10,7 @@ import torch
 
 from megatron_lite.config.schema import Optimizer
 from megatron_lite.parallel.grid import kv_replicas
+from tests.helpers.cover import Case, every, name, pairwise
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import Run, qwen3, stablelm, train
 
@@ -17,27 +18,41 @@ MODELS = {
     "stablelm": stablelm(),
     "qwen3-kv1": qwen3(num_key_value_heads=1),
     "qwen3-kv2-untied": qwen3(num_key_value_heads=2, tie_word_embeddings=False),
+    "qwen3-kv2-biased": qwen3(num_key_value_heads=2, attention_bias=True, mlp_bias=True),
     "qwen3-kv4": qwen3(num_key_value_heads=4),
 }
-LAYOUTS = {
-    "dp2": {"world": 2},
-    "dp3": {"world": 3},
-    "tp2": {"world": 2, "tp": 2},
-    "tp2-sp": {"world": 2, "tp": 2, "sequence_parallel": True},
-    "tp2-dp2": {"world": 4, "tp": 2},
-    "tp2-dp2-sp": {"world": 4, "tp": 2, "sequence_parallel": True},
-    "tp4-sp": {"world": 4, "tp": 4, "sequence_parallel": True},
-    "zero-off": {"world": 2, "optimizer": Optimizer(zero=0)},
+AXES = {
+    "model": list(MODELS),
+    "tp": [1, 2, 4],
+    "dp": [1, 2, 3],
+    "sp": [0, 1],
+    "zero": [0, 1],
+    "mb": [1, 2, 4],
+    "masked": [0, 1],
+    "recompute": ["none", "selective", "full"],
 }
 
 
-def compare(run: Run, world: int = 1, tp: int = 1, **changes: object) -> None:
-    truth, _ = run_ranks(train, 1, run)[0]
-    changed = replace(run, **changes)
-    if world // tp == 3:
-        changed = replace(changed, micro_batch=1)
-    replicas = kv_replicas(run.model.num_key_value_heads, tp)
-    answers = run_ranks(train, world, changed, tp=tp, kv_replicas=replicas)
+def possible(case: Case) -> bool:
+    """On at most four ranks, with something to compare, and rows that can be divided."""
+    return (
+        1 < case["tp"] * case["dp"] <= 4
+        and (case["tp"] > 1 or not case["sp"])
+        and (case["dp"] > 1 or case["zero"] == 1)
+        and 12 % (case["mb"] * case["dp"]) == 0
+    )
+
+
+def compare(case: Case, steps: int) -> None:
+    """The run of a case against the same one in one process, whole batches, nothing recomputed."""
+    plain = Run(MODELS[case["model"]], steps=steps, masked=bool(case["masked"]), documents=bool(case["masked"]))
+    changed = replace(
+        plain, micro_batch=case["mb"], sequence_parallel=bool(case["sp"]), recompute=case["recompute"],
+        optimizer=Optimizer(zero=case["zero"]),
+    )  # fmt: skip
+    truth, _ = run_ranks(train, 1, replace(plain, micro_batch=12))[0]
+    replicas = kv_replicas(plain.model.num_key_value_heads, case["tp"])
+    answers = run_ranks(train, case["tp"] * case["dp"], changed, tp=case["tp"], kv_replicas=replicas)
     for results, _ in answers:
         for ours, expected in zip(results, truth, strict=True):
             assert abs(ours.loss - expected.loss) <= 1e-5, (ours, expected)
@@ -50,35 +65,23 @@ def check_copies(weights: list[dict[str, torch.Tensor]]) -> None:
     """Whatever several ranks hold is equal on all of them to the bit."""
     for i, mine in enumerate(weights):
         for other in weights[i + 1 :]:
-            for name in mine.keys() & other.keys():
-                assert torch.equal(mine[name], other[name]), name
+            for piece in mine.keys() & other.keys():
+                assert torch.equal(mine[piece], other[piece]), piece
 
 
-PAIRS = [  # each model with several layouts, each layout with several models; make test-all runs every pair
-    ("stablelm", "dp3"), ("stablelm", "tp2-dp2-sp"), ("stablelm", "zero-off"),
-    ("qwen3-kv1", "tp2-sp"), ("qwen3-kv1", "tp4-sp"), ("qwen3-kv1", "dp2"),
-    ("qwen3-kv2-untied", "tp2"), ("qwen3-kv2-untied", "tp4-sp"), ("qwen3-kv4", "tp2-dp2"),
-]  # fmt: skip
+@pytest.mark.req("E03", "E11", "E12", "F05", "I01", "I05")
+@pytest.mark.parametrize("case", pairwise(AXES, possible), ids=name)
+def test_a_layout_equals_one_process(case: Case) -> None:
+    compare(case, steps=5)
 
 
-@pytest.mark.req("E03", "E11", "E12", "F05")
-@pytest.mark.parametrize("model, layout", PAIRS)
-def test_a_layout_equals_one_process(model: str, layout: str) -> None:
-    compare(Run(MODELS[model], steps=5), **LAYOUTS[layout])
+EVERY = AXES | {"recompute": ["none"], "masked": [1]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("masked", [False, True])
-def test_every_layout_equals_one_process(model: str, layout: str, masked: bool) -> None:
-    compare(Run(MODELS[model], masked=masked, documents=masked), **LAYOUTS[layout])
-
-
-@pytest.mark.req("I01", "I05")
-@pytest.mark.parametrize("change", [{"micro_batch": 1}, {"micro_batch": 12}, {"micro_batch": 3, "world": 2}])
-def test_slicing_the_batch_does_not_change_the_loss(change: dict[str, int]) -> None:
-    compare(Run(MODELS["qwen3-kv2-untied"], steps=5, masked=True, documents=True), **change)
+@pytest.mark.parametrize("case", every(EVERY, possible), ids=name)
+def test_every_layout_equals_one_process(case: Case) -> None:
+    compare(case, steps=20)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
