@@ -173,6 +173,8 @@ class Zero1:
     @torch.no_grad()
     def _publish(self, state: _State) -> None:
         base = state.bucket.base
+        # The fused update and the gather write unseen by autograd: a graph that still needs the old weights must fail.
+        torch.autograd.graph.increment_version(base)
         if base.dtype != torch.float32:
             base[state.held].copy_(state.master)
         if self.config.zero and self.ctx.data.size > 1:
