@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.house.rules import ROOT
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md")
@@ -34,6 +36,12 @@ def test_each_way_to_add_something_has_at_most_eight_steps():
     for word in ("model", "op", "source", "stage"):
         assert any(word in title for title in steps), word
     assert all(1 <= count <= 8 for count in steps.values()), steps
+
+
+@pytest.mark.req("I06")
+def test_how_the_loss_is_averaged_is_written_down():
+    text = " ".join((ROOT / "docs/design.md").read_text().split())
+    assert "sum over valid tokens divided by their number in the global batch" in text
 
 
 def test_the_library_example_runs_and_learns():
