@@ -31,7 +31,7 @@ class ModelConfig(Section):
     """Widths of the whole model; what a rank holds of it is decided elsewhere."""
 
     preset: str | None = None  # where the fields started from; informative once loaded
-    model_type: Literal["stablelm", "qwen3", "qwen3_moe"]
+    model_type: Literal["stablelm", "qwen3", "qwen3_moe", "llama"]
     vocab_size: int = Field(gt=0)  # rows of the embedding on disk
     vocab_multiple: int = Field(default=128, gt=0)  # rows are padded to a multiple of this times tp
     hidden_size: int = Field(gt=0)
@@ -48,6 +48,7 @@ class ModelConfig(Section):
     norm_eps: float = Field(default=1e-6, gt=0)  # rms_norm_eps or layer_norm_eps
     qk_norm: bool = False  # RMSNorm of head_dim on q and k, one weight shared by all heads
     attention_bias: bool = False  # on q, k, v and o
+    use_qkv_bias: bool = False  # on q, k and v alone (StableLM 2)
     mlp_bias: bool = False  # on gate, up and down
     tie_word_embeddings: bool = False
     initializer_range: float = Field(default=0.02, gt=0)

@@ -2,7 +2,7 @@
 
 StableLM: the published training configuration; its tokenizer has 50,277 ids, the embedding 50,304 rows. Qwen3: the
 released configurations, whose max_position_embeddings of 40,960 is 32,768 of output and 8,192 of prompt and whose
-rope_theta is that of the last pretraining stage (earlier ones trained with 10,000).
+rope_theta is that of the last pretraining stage (earlier ones trained with 10,000). Llama and SmolLM2: as released.
 """
 
 from __future__ import annotations
@@ -64,6 +64,34 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8, tied=False),
     "qwen3-30b-a3b": _qwen3_moe(2048, 6144, 768, 48, 32),
     "qwen3-235b-a22b": _qwen3_moe(4096, 12288, 1536, 94, 64),
+    "llama-3-8b": {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500_000.0,
+        "norm_eps": 1e-5,
+    },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100_000.0,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "initializer_range": 1 / 24,
+    },
     "tiny-qwen3": {
         "model_type": "qwen3",
         "vocab_size": 2048,

@@ -96,14 +96,28 @@ def rotated_dims_are_even(model: ModelConfig) -> Found:
 
 def model_type_has_its_parts(model: ModelConfig) -> Found:
     """A model of a type must be one that the Hugging Face architecture of that name can hold."""
-    qwen3 = {"norm": "rmsnorm", "qk_norm": True, "partial_rotary_factor": 1.0}
-    parts = {"stablelm": {"norm": "layernorm", "qk_norm": False}, "qwen3": qwen3, "qwen3_moe": qwen3}
+    llama = {"norm": "rmsnorm", "qk_norm": False, "partial_rotary_factor": 1.0, "use_qkv_bias": False}
+    qwen3 = llama | {"qk_norm": True, "mlp_bias": False}
+    stablelm = {
+        "norm": "layernorm",
+        "qk_norm": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "head_dim": model.hidden_size / model.num_attention_heads,
+    }
+    parts = {"stablelm": stablelm, "qwen3": qwen3, "qwen3_moe": qwen3, "llama": llama}
     for field, needed in parts[model.model_type].items():
         if getattr(model, field) != needed:
             yield Violation(
                 ("model.model_type", f"model.{field}"),
                 f"[model]: model_type='{model.model_type}' needs {field}={needed!r}, not {getattr(model, field)!r}",
             )
+    if model.model_type == "llama" and model.hidden_size % model.num_attention_heads:
+        yield Violation(
+            ("model.model_type", "model.hidden_size", "model.num_attention_heads"),
+            f"[model]: model_type='llama' needs a hidden_size, here {model.hidden_size}, that is divisible by "
+            f"num_attention_heads={model.num_attention_heads}",
+        )
 
 
 def experts_are_complete(model: ModelConfig) -> Found:

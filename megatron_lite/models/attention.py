@@ -24,14 +24,15 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, tp: Axis, ops: Ops, *, sequence_parallel: bool, recompute_core: Wrap):
         super().__init__()
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        layout = {"bias": config.attention_bias, "sequence_parallel": sequence_parallel}
+        sp = sequence_parallel
         parts = (
             Part("q_proj", heads * head_dim, heads),
             Part("k_proj", kv_heads * head_dim, kv_heads),
             Part("v_proj", kv_heads * head_dim, kv_heads),
         )
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, tp, **layout)
-        self.o_proj = RowParallelLinear(heads * head_dim, config.hidden_size, tp, **layout)
+        qkv_bias, o_bias = config.attention_bias or config.use_qkv_bias, config.attention_bias
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, tp, bias=qkv_bias, sequence_parallel=sp)
+        self.o_proj = RowParallelLinear(heads * head_dim, config.hidden_size, tp, bias=o_bias, sequence_parallel=sp)
         if config.qk_norm:
             self.q_norm: nn.Module = Norm(head_dim, config.norm_eps, tp, ops, partial_grad=True)
             self.k_norm: nn.Module = Norm(head_dim, config.norm_eps, tp, ops, partial_grad=True)

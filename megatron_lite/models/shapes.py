@@ -89,7 +89,7 @@ def _linear(name: str, d_out: int, d_in: int, kind: Kind, bias: bool) -> dict[st
 
 
 def _attention(model: ModelConfig) -> dict[str, Shape]:
-    hidden, bias = model.hidden_size, model.attention_bias
+    hidden, bias = model.hidden_size, model.attention_bias or model.use_qkv_bias
     q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
     table = _linear("self_attn.q_proj", q, hidden, "matrix", bias)
     table |= _linear("self_attn.k_proj", kv, hidden, "matrix", bias)
@@ -97,7 +97,7 @@ def _attention(model: ModelConfig) -> dict[str, Shape]:
     if model.qk_norm:
         table["self_attn.q_norm.weight"] = Shape((model.head_dim,), "qk_norm")
         table["self_attn.k_norm.weight"] = Shape((model.head_dim,), "qk_norm")
-    return table | _linear("self_attn.o_proj", hidden, q, "output", bias)
+    return table | _linear("self_attn.o_proj", hidden, q, "output", model.attention_bias)
 
 
 def _mlp(model: ModelConfig, name: str, ffn: int) -> dict[str, Shape]:

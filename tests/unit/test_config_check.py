@@ -32,6 +32,16 @@ CASES = [
     ("model_type_has_its_parts", ["model.norm=layernorm"], ["model_type='qwen3' needs norm='rmsnorm'"]),
     ("model_type_has_its_parts", ["model.qk_norm=false"], ["needs qk_norm=True, not False"]),
     ("model_type_has_its_parts", ["model.preset=tiny-stablelm", "model.qk_norm=true"], ["needs qk_norm=False"]),
+    ("model_type_has_its_parts", ["model.preset=tiny-stablelm", "model.attention_bias=true"], ["attention_bias=False"]),
+    ("model_type_has_its_parts", ["model.preset=tiny-stablelm", "model.head_dim=30"], ["head_dim=32.0, not 30"]),
+    ("model_type_has_its_parts", ["model.mlp_bias=true"], ["'qwen3' needs mlp_bias=False"]),
+    ("model_type_has_its_parts", ["model.use_qkv_bias=true"], ["'qwen3' needs use_qkv_bias=False"]),
+    ("model_type_has_its_parts", ["model.model_type=llama"], ["'llama' needs qk_norm=False, not True"]),
+    (
+        "model_type_has_its_parts",
+        ["model.model_type=llama", "model.qk_norm=false", "model.hidden_size=126"],
+        ["hidden_size, here 126", "num_attention_heads=4"],
+    ),
     ("experts_are_complete", ["model.num_experts=8"], ["'qwen3' has no experts, but num_experts=8"]),
     (
         "experts_are_complete",

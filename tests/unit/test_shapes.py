@@ -62,6 +62,12 @@ def test_biases_follow_their_matrices():
     assert biases["model.layers.0.mlp.down_proj.bias"].shape == (128,)
 
 
+def test_stablelm_2_has_biases_on_q_k_and_v_alone():
+    biases = [n for n, shape in _shapes("tiny-stablelm", use_qkv_bias=True).items() if shape.kind == "bias"]
+    assert biases[:3] == [f"model.layers.0.self_attn.{part}_proj.bias" for part in "qkv"]
+    assert len(biases) == 3 * 4
+
+
 def test_experts_are_one_tensor_each():
     table = _shapes("qwen3-30b-a3b")
     assert table["model.layers.0.mlp.gate.weight"] == ((128, 2048), "router")
