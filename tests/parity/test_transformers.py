@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config, StableLmConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, StableLmConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -45,10 +45,20 @@ def our_stablelm(rotary: float, **changes: object) -> ModelConfig:
     return stablelm(**{"intermediate_size": 112, "partial_rotary_factor": rotary} | changes)
 
 
+def their_llama(**changes: object) -> PreTrainedConfig:
+    fields = {"hidden_size": 60, "intermediate_size": 112, "head_dim": 20, "rope_parameters": {"rope_theta": 5e5}}
+    return LlamaConfig(**COMMON | fields | {"rms_norm_eps": 1e-5, "max_position_embeddings": 128} | changes)
+
+
+def our_llama(**changes: object) -> ModelConfig:
+    return our_qwen3(**{"model_type": "llama", "qk_norm": False, "norm_eps": 1e-5, "rope_theta": 5e5} | changes)
+
+
 def same(kind: str, **changes: object) -> tuple[PreTrainedConfig, ModelConfig]:
     """The two configurations of one model; `changes` are fields that both name alike."""
-    if kind == "qwen3":
-        return their_qwen3(**changes), our_qwen3(**changes)
+    if kind != "stablelm":
+        theirs, ours = {"qwen3": (their_qwen3, our_qwen3), "llama": (their_llama, our_llama)}[kind]
+        return theirs(**changes), ours(**changes)
     rotary = changes.pop("rotary", 0.25)
     return their_stablelm(rotary, **changes), our_stablelm(rotary, **changes)
 
@@ -62,6 +72,11 @@ CASES = {
     "stablelm-kv2-tied": same("stablelm", num_key_value_heads=2, tie_word_embeddings=True),
     "stablelm-kv1-half-rotary": same(
         "stablelm", num_key_value_heads=1, tie_word_embeddings=False, rotary=0.5, hidden_size=48, head_dim=12
+    ),
+    "stablelm-kv2-qkv-biases": same("stablelm", num_key_value_heads=2, tie_word_embeddings=False, use_qkv_bias=True),
+    "llama-kv2": same("llama", num_key_value_heads=2, tie_word_embeddings=False),
+    "llama-kv1-tied-biases": same(
+        "llama", num_key_value_heads=1, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
     "qwen3-yarn": (
         their_qwen3(num_key_value_heads=2, tie_word_embeddings=False, rope_parameters={"rope_theta": 1e4, **YARN}),
@@ -149,7 +164,7 @@ def test_logits_loss_and_gradients_equal_transformers(case, tp, tmp_path):
     run_ranks(_compare, tp, ours, file, tp=tp, kv_replicas=kv_replicas(ours.num_key_value_heads, tp))
 
 
-@pytest.mark.parametrize("case", ["qwen3-kv2-untied", "stablelm-kv4"])
+@pytest.mark.parametrize("case", ["qwen3-kv2-untied", "stablelm-kv4", "llama-kv2"])
 def test_greedy_continuations_equal_transformers(case):
     theirs, ours = CASES[case]
     reference = their_model(theirs)
