@@ -12,9 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.state import TrainState
-from megatron_lite.config.load import read_recipe
-from megatron_lite.config.stages import for_stage
+from megatron_lite.checkpoint.model import read_model
 from megatron_lite.data.tokenizer import load_tokenizer
 from megatron_lite.errors import MegatronLiteError, require
 from megatron_lite.models.generate import generate
@@ -37,17 +35,16 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def load_model(folder: Path, device: torch.device) -> tuple[Transformer, str]:
-    """The model of a checkpoint in its own precision, and the path of its tokenizer."""
-    state = TrainState.from_meta(store.read_meta(folder))
-    recipe = for_stage(read_recipe(state.recipe, launched=True), state.stage)
-    dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-    ctx, ops = single_process(device), default_ops(device.type, recipe.precision)
-    model = build(recipe.model, ctx.tp, ops, dtype=dtype)
+def load_model(folder: Path, device: torch.device) -> tuple[Transformer, str | None]:
+    """The model of a checkpoint in its own precision, and the path of its tokenizer if it has one."""
+    saved = read_model(folder)
+    precision = "bf16" if saved.dtype == "bf16" else "fp32"  # fp16 weights fit into fp32 alone
+    ctx, ops = single_process(device), default_ops(device.type, precision)
+    model = build(saved.config, ctx.tp, ops, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     weights = FlatWeights(model, named_pieces(model), device, bucket_elements=1)
     for name, whole in store.read_tensors(folder):
         weights.fill(name, whole)
-    return model.eval(), recipe.tokenizer.path
+    return model.eval(), saved.tokenizer
 
 
 def run(args: argparse.Namespace) -> None:
@@ -55,7 +52,9 @@ def run(args: argparse.Namespace) -> None:
     require(args.max_new_tokens > 0, f"--max-new-tokens {args.max_new_tokens} is not positive")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer_path = load_model(store.find(args.checkpoint, "--checkpoint"), device)
-    tokenizer = load_tokenizer(args.tokenizer or tokenizer_path)
+    path = args.tokenizer or tokenizer_path
+    require(path is not None, f"{args.checkpoint} was imported without a tokenizer; name one with --tokenizer")
+    tokenizer = load_tokenizer(str(path))
     prompts = [list(map(int, ids)) for ids in tokenizer.encode(args.prompt)]
     outputs = generate(
         model, prompts, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p,

@@ -62,6 +62,9 @@ def summary(folder: Path, manifest: Manifest) -> Iterator[str]:
     yield f"{folder}: step {manifest.step}"
     yield f"saved by: {layout}"
     yield f"holds {', '.join(manifest.kinds)} of {numbers:,} parameters: {size:,} bytes in {len(manifest.files)} files"
+    if "imported" in manifest.meta:
+        imported = manifest.meta["imported"]
+        yield f"imported from Hugging Face weights in {imported['dtype']}: {imported['model']['model_type']}"
     state = manifest.meta.get("state", {})
     for key, value in state.items():
         if key != "recipe":

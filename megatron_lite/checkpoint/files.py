@@ -7,7 +7,9 @@ need not read more. Nothing in a file is ever executed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from megatron_lite.errors import CheckpointError, require
 
 BLOCK = 1 << 22  # elements behind one checksum: 16 MiB
 WIDTH = 4  # bytes of an fp32
+PARTIAL = ".partial"  # ends the name of a folder that is not complete yet
 
 
 def host_blocks(tensor: Tensor, block: int = BLOCK) -> Iterator[np.ndarray]:
@@ -33,30 +36,65 @@ def host_blocks(tensor: Tensor, block: int = BLOCK) -> Iterator[np.ndarray]:
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Write flat fp32 tensors to `path` and sync it; returns what the manifest says of the file. Raises OSError."""
+    return write_blocks(path, {name: t.numel() for name, t in tensors.items()}, lambda name: host_blocks(tensors[name]))
+
+
+def write_blocks(path: Path, sizes: Mapping[str, int], blocks: Callable[[str], Iterable[np.ndarray]]) -> dict[str, Any]:
+    """The same from blocks that are made when their turn comes: `sizes` are the elements of every tensor, and all of
+    its `blocks` but the last have BLOCK elements."""
     header, at = {}, 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * WIDTH
-        header[name] = {"dtype": "F32", "shape": [tensor.numel()], "data_offsets": [at, at + size]}
+    for name, elements in sizes.items():
+        size = elements * WIDTH
+        header[name] = {"dtype": "F32", "shape": [elements], "data_offsets": [at, at + size]}
         at += size
     text = orjson.dumps(header)
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    blocks: dict[str, list[str]] = {}
+    sums: dict[str, list[str]] = {}
     with path.open("wb") as file:
         file.write(head)
-        for name, tensor in tensors.items():
-            blocks[name] = []
-            for block in host_blocks(tensor):
+        for name, elements in sizes.items():
+            sums[name] = []
+            left = elements
+            for block in blocks(name):
+                assert block.dtype == np.float32 and block.size == min(left, BLOCK)
+                left -= block.size
                 data = block.data.cast("B")
-                blocks[name].append(xxh3_64_hexdigest(data))
+                sums[name].append(xxh3_64_hexdigest(data))
                 file.write(data)
+            assert left == 0
         file.flush()
         os.fsync(file.fileno())
-    return {"name": path.name, "bytes": len(head) + at, "header": xxh3_64_hexdigest(head), "blocks": blocks}
+    return {"name": path.name, "bytes": len(head) + at, "header": xxh3_64_hexdigest(head), "blocks": sums}
+
+
+@contextmanager
+def whole_folder(final: Path) -> Iterator[Path]:
+    """Give a folder to write in that gets its name only once the block is done and everything in it is durable.
+
+    If the block fails nothing is left. CheckpointError: `final` is there already and not empty, or cannot be written.
+    """
+    free = not final.exists() or (final.is_dir() and not any(final.iterdir()))
+    require(free, f"{final} exists already; remove it, or name another folder", CheckpointError)
+    partial = final.with_name(final.name + PARTIAL)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of an attempt that was killed
+        partial.mkdir(parents=True)
+        yield partial
+        for path in sorted(partial.rglob("*")):
+            sync_folder(path)  # files too
+        sync_folder(partial)
+        partial.rename(final)
+        sync_folder(final.parent)
+    except OSError as error:
+        where = error.filename or partial
+        raise CheckpointError(f"cannot write {where}: {error.strerror} (errno {error.errno})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable. Raises OSError."""
+    """Make the names in a folder, or the bytes of a file, durable. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

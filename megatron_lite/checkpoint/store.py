@@ -23,7 +23,7 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from megatron_lite.checkpoint.copies import differing_copies, gather_all
-from megatron_lite.checkpoint.files import BLOCK, SavedFile, strided, sync_folder, write_file
+from megatron_lite.checkpoint.files import BLOCK, PARTIAL, SavedFile, strided, sync_folder, write_file
 from megatron_lite.checkpoint.layout import Copy, Strided, compare_names, gaps, owns, parts, pieces_of, plan, table
 from megatron_lite.checkpoint.manifest import NAME as MANIFEST
 from megatron_lite.checkpoint.manifest import Manifest, check_sizes, read_manifest, write_manifest
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from megatron_lite.parallel.context import ParallelContext
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-PARTIAL = ".partial"
 
 
 def folder_name(step: int) -> str:
@@ -89,7 +88,8 @@ def find(path: Path, where: str) -> Path:
     if (path / MANIFEST).exists():
         return path
     found = latest(path) or latest(path / "checkpoints")
-    require(found is not None, f"{where}: {path} is no checkpoint and holds none", CheckpointError)
+    hint = "; a Hugging Face folder is imported first, with tools/convert_hf.py" * (path / "config.json").is_file()
+    require(found is not None, f"{where}: {path} is no checkpoint and holds none{hint}", CheckpointError)
     assert found is not None
     return found
 
@@ -127,8 +127,10 @@ def load(folder: Path, shards: list[FlatShard], kinds: tuple[str, ...] = KINDS) 
                 _fill(shard.tensors[kind].detach()[part.first : part.stop], copies, kind, files)
 
 
-def read_tensors(folder: Path, kind: str = "master") -> Iterator[tuple[str, Tensor]]:
-    """Whole fp32 tensors under their names, one at a time, in the order of the buckets.
+def read_tensors(
+    folder: Path, kind: str = "master", names: Sequence[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole fp32 tensors under their names, one at a time: `names` in that order, or all in the order of the buckets.
 
     Every byte of the checkpoint is verified first, those of replicated copies too. CheckpointError as in `load`.
     """
@@ -137,7 +139,8 @@ def read_tensors(folder: Path, kind: str = "master") -> Iterator[tuple[str, Tens
     damage = verify(folder)
     require(not damage, "; ".join(damage[:8]), CheckpointError)
     saved, files = manifest.saved(), _Files(folder, manifest)
-    for name, shape in saved.shapes.items():
+    for name in saved.shapes if names is None else names:
+        shape = saved.shapes[name]
         tensor = torch.empty(shape, dtype=torch.float32)
         piece = Piece(name, shape, (0,) * len(shape), shape)
         shard = FlatShard(name, (piece,), piece.numel, 0, piece.numel, {kind: tensor.view(-1)})

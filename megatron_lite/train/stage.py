@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_lite.checkpoint import store
+from megatron_lite.checkpoint.model import compare_models, read_model
 from megatron_lite.checkpoint.state import TrainState, check_data, compare_recipes
 from megatron_lite.config.load import read_recipe, to_toml
 from megatron_lite.config.schema import Recipe, Stage
@@ -139,18 +140,23 @@ def open_stage(recipe: Recipe, index: int, ctx: ParallelContext, resume: str) ->
         check_replicas(optimizer, ctx, f"after loading {folder}")
         lines += more
         if start.resumed:
+            assert saved is not None
             state = replace(saved, num_steps=state.num_steps, recipe=state.recipe,
                             complete=saved.complete and saved.step >= stage.num_steps)  # fmt: skip
     return StageRun(recipe, index, ctx, kernels, model, optimizer, rows, validation, state, lines)
 
 
 def _load(folder: Path, start: Start, fresh: TrainState, recipe: Recipe,
-          optimizer: Zero1) -> tuple[TrainState, list[str]]:  # fmt: skip
+          optimizer: Zero1) -> tuple[TrainState | None, list[str]]:  # fmt: skip
     """Read a checkpoint into the optimizer; the state it was saved with, and lines about what differs."""
     stage = recipe.stages[fresh.stage]
     lines: list[str] = []
-    saved = TrainState.from_meta(store.read_meta(folder))
+    held = read_model(folder)
+    saved = held.run
     if start.resumed:
+        require(saved is not None, f"{folder} was imported and is no run to go on with; name it in `init_from`, or in "
+                                   "the stage's `start`", CheckpointError)  # fmt: skip
+        assert saved is not None
         require(saved.stage_name == stage.name, f"{folder} is of stage {saved.stage_name}, not {stage.name}; "
                                                 "to start from its weights name it in the stage's `start`",
                 CheckpointError)  # fmt: skip
@@ -159,13 +165,19 @@ def _load(folder: Path, start: Start, fresh: TrainState, recipe: Recipe,
         check_data(saved.data, fresh.data)
         require(saved.step <= stage.num_steps, f"{folder} is at step {saved.step}, the stage now ends at "
                                                f"{stage.num_steps}", CheckpointError)  # fmt: skip
+    else:
+        lines += compare_models(held.config, recipe.model)
     keep = start.resumed or stage.moments == "keep"
-    if keep and recipe.checkpoint.on_missing_optimizer == "reset" and not store.has_moments(folder):
+    if keep and saved is None:  # nothing was dropped: an import never had any
+        keep = False
+        lines.append("imported weights: optimizer moments start at zero")
+    elif keep and recipe.checkpoint.on_missing_optimizer == "reset" and not store.has_moments(folder):
         keep = False
         lines.append("the checkpoint has no optimizer moments: they start at zero")
     elif not keep:
         lines.append("optimizer moments start at zero")
     store.load(folder, optimizer.shards(), store.KINDS if keep else ("master",))
     if keep:
+        assert saved is not None
         optimizer.updates = saved.optimizer_steps
     return saved, lines

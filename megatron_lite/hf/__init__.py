@@ -1,0 +1,1 @@
+"""Hugging Face folders: their configuration, their weights, and the way between them and checkpoints."""
