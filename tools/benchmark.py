@@ -37,7 +37,7 @@ from megatron_lite.parallel.grid import Grid
 from megatron_lite.runtime.launch import process_groups, read_launch
 from megatron_lite.train.step import train_step
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096,
 }  # fmt: skip
@@ -101,7 +101,7 @@ class Clock:
 def measure_ours(args: argparse.Namespace) -> dict[str, Any] | None:
     """One JSON line's content; None on all ranks but the first."""
     torch.set_num_threads(args.threads)
-    config = ModelConfig(model_type="qwen3", qk_norm=True, rope_theta=1e6, **SHAPE)
+    config = ModelConfig.model_validate(SHAPE | {"model_type": "qwen3", "qk_norm": True, "rope_theta": 1e6})
     launch = read_launch()
     with process_groups(launch, Grid(launch.world_size, tp=args.tp), timeout_s=600.0) as ctx:
         ops = default_ops(ctx.device.type, args.precision)
@@ -128,8 +128,10 @@ def measure_transformers(args: argparse.Namespace) -> dict[str, Any]:
 
     require(args.ranks == 1, "transformers is measured on one rank; give a command of yours for more")
     torch.set_num_threads(args.threads)
-    config = Qwen3Config(**SHAPE, tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa")
-    model = Qwen3ForCausalLM(config).to(DTYPES[args.precision]).train()
+    config = Qwen3Config(**SHAPE, tie_word_embeddings=False, use_cache=False)
+    config._attn_implementation = "sdpa"
+    model = Qwen3ForCausalLM(config).train()
+    model.to(dtype=DTYPES[args.precision])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     ids = torch.from_numpy(random_batch(ROWS, seed=0).input_ids).view(ROWS, SEQ_LEN)
 
