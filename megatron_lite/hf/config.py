@@ -293,4 +293,4 @@ def to_hf(model: ModelConfig, dtype: str, token_ids: dict[str, Any]) -> dict[str
 def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
     if model.rope_scaling is None:
         return None
-    return {key: value for key, value in model.rope_scaling.model_dump().items() if value is not None}
+    return {"rope_type": model.rope_scaling.rope_type} | model.rope_scaling.model_dump(exclude_defaults=True)

@@ -48,9 +48,10 @@ class StoredTensor:
             with self.file.open("rb") as file:
                 file.seek(self.offset)
                 while left:
-                    raw = np.fromfile(file, _READ_AS[self.dtype], min(BLOCK, left))
-                    require(len(raw) > 0, f"{self.file} ends within {self.name}", CheckpointError)
-                    left -= len(raw)
+                    size = min(BLOCK, left)
+                    raw = np.fromfile(file, _READ_AS[self.dtype], size)
+                    require(len(raw) == size, f"{self.file} ends within {self.name}", CheckpointError)
+                    left -= size
                     yield (raw.astype("<u4") << 16).view("<f4") if self.dtype == "bf16" else raw.astype("<f4")
         except OSError as error:
             raise CheckpointError(f"cannot read {self.file}: {error.strerror} (errno {error.errno})") from error

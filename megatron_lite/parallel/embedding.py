@@ -27,10 +27,9 @@ class VocabRows(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.rows, d_model))
 
     def pieces(self, name: str) -> dict[str, tuple[Piece, ...]]:
-        """The rows that exist on disk; none on a rank that holds only padding."""
-        whole = (self.vocab_size, self.d_model)
-        piece = Piece(f"{name}.weight", whole, (self.start, 0), (self.real, self.d_model))
-        return {"weight": (piece,) if self.real else ()}
+        """The rows that exist on disk: an empty rectangle on a rank that holds only padding."""
+        whole, start = (self.vocab_size, self.d_model), min(self.start, self.vocab_size)
+        return {"weight": (Piece(f"{name}.weight", whole, (start, 0), (self.real, self.d_model)),)}
 
 
 class VocabParallelEmbedding(VocabRows):

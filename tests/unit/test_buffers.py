@@ -15,6 +15,7 @@ from megatron_lite.optim.buffers import ALIGN, FlatWeights, plan_buckets
 from megatron_lite.parallel.context import Axis
 from megatron_lite.parallel.embedding import VocabRows
 from megatron_lite.parallel.linear import ColumnParallelLinear, Part
+from megatron_lite.parallel.shard import Piece
 from tests.helpers.tiny import qwen3, stablelm
 
 CPU = torch.device("cpu")
@@ -128,10 +129,11 @@ def test_merged_replicated_and_padded_tensors_are_cut_from_whole_ones(tp):
         assert torch.equal(model.lm_head.weight.data, padded.chunk(tp)[rank])
 
 
-def test_a_rank_with_only_padding_has_no_rows_to_fill():
+def test_a_rank_with_only_padding_holds_an_empty_rectangle():
     with torch.device("meta"):
         head = VocabRows(5, 16, 6, axis(3, 4))
-    assert head.real == 0 and head.pieces("lm_head") == {"weight": ()}
+    assert head.real == 0
+    assert head.pieces("lm_head") == {"weight": (Piece("lm_head.weight", (5, 6), (5, 0), (0, 6)),)}
 
 
 def test_parameters_are_views_of_their_buckets_and_a_bucket_has_a_version_of_its_own():
