@@ -165,6 +165,9 @@ def _tokenizer_files(path: Path) -> list[tuple[Path, str]]:
     require(path.exists(), f"the tokenizer {path} does not exist; --tokenizer PATH names another, --tokenizer none "
                            "leaves it out", DataError)  # fmt: skip
     if path.is_dir():
+        whole = any((path / name).is_file() for name in TOKENIZER_FILES[:2])
+        require(whole, f"the folder {path} holds neither {' nor '.join(TOKENIZER_FILES[:2])}; --tokenizer PATH names "
+                       "another, --tokenizer none leaves it out", DataError)  # fmt: skip
         return [(path / name, name) for name in TOKENIZER_FILES if (path / name).is_file()]
     itself = "tokenizer.model" if path.suffix == ".model" else "tokenizer.json"
     beside = [path.with_name(name) for name in TOKENIZER_FILES[2:]]

@@ -166,11 +166,11 @@ def test_weights_of_another_model_are_refused_even_where_every_shape_fits(change
 def test_a_stretched_context_is_accepted_said_and_exported(tmp_path):
     _import("qwen3-tied", tmp_path)
     recipe = _recipe(tmp_path)
-    longer = recipe.stages[0].model_copy(update={"rope_theta": 1e6, "steps": 1, "seq_len": 192, "batch_tokens": 384})
+    longer = recipe.stages[0].model_copy(update={"rope_theta": 1e6, "steps": 10, "seq_len": 192, "batch_tokens": 384})
     recipe = recipe.model_copy(update={"stages": (longer,), "validation": {}})
     origin = run_stages(single_process(), recipe, 0)["origin"]
     assert "model.rope_theta: 10000.0 in the checkpoint, 1000000.0 now" in origin
-    export_folder(Path(recipe.run) / "stage-1/checkpoints/step-00000001", tmp_path / "trained", tokenizer="none")
+    export_folder(Path(recipe.run) / "stage-1/checkpoints/step-00000010", tmp_path / "trained", tokenizer="none")
     import_folder(tmp_path / "trained", tmp_path / "again")
     model = read_model(tmp_path / "again").config
     assert (model.rope_theta, model.max_position_embeddings) == (1e6, 192)
