@@ -26,7 +26,8 @@ _WIDTHS = (
 )
 # About generation, storage or labels: nothing that a forward or a gradient depends on.
 _HARMLESS = frozenset((
-    *TOKEN_IDS, "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "name_or_path",
+    *TOKEN_IDS, "unk_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
+    "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "name_or_path",
     "_commit_hash", "use_cache", "cache_implementation", "output_attentions", "output_hidden_states", "return_dict",
     "return_dict_in_generate", "id2label", "label2id", "num_labels", "problem_type", "tokenizer_class",
     "is_llama_config", "transformers.js_config", "_attn_implementation_autoset", "attn_implementation",

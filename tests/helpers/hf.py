@@ -1,4 +1,4 @@
-"""Tiny Hugging Face folders of every family, with random norms and biases."""
+"""Tiny Hugging Face folders of every family, with random norms and biases; training of their models by torch alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, StableLmConfig
+
+from megatron_lite.config.schema import Recipe
+from megatron_lite.data.loader import open_training
+from megatron_lite.optim.schedule import learning_rate
 
 COMMON = {
     "vocab_size": 101, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -96,3 +100,27 @@ def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     for name, tensor in a.items():
         assert tensor.dtype == b[name].dtype and tensor.shape == b[name].shape, name
         assert torch.equal(tensor.contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8)), name
+
+
+def plain_losses(model: torch.nn.Module, recipe: Recipe) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of every step of the first stage, written down once more with torch alone."""
+    stage, section = recipe.stages[0], recipe.optimizer
+    rows = open_training(recipe, 0, Path(recipe.run) / "plain-cache")
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=section.betas, eps=section.eps)
+    results = []
+    for step in range(stage.num_steps):
+        first = step * stage.rows_per_step
+        tokens = torch.stack([torch.from_numpy(rows.row(first + i).tokens).long() for i in range(stage.rows_per_step)])
+        logits = model(input_ids=tokens[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(stage.lr, step + 1, stage.num_steps, stage.batch_tokens)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((loss.item(), norm.item()))
+    return results

@@ -12,6 +12,7 @@ from tests.house.rules import ROOT
 
 FLAGS = {
     "pretrain.py": {"--recipe", "--stage", "--set", "--resume", "--dry-run", "--world-size"},
+    "tools/convert_hf.py": {"--hf", "--checkpoint", "--family", "--dtype", "--tokenizer", "--shard-size"},
     "tools/preprocess_data.py": {
         *("--input", "--output-prefix", "--tokenizer", "--key", "--append-eod", "--workers", "--on-bad-line"),
     },

@@ -10,10 +10,8 @@ import torch
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.model import read_model
 from megatron_lite.config.schema import Recipe
-from megatron_lite.data.loader import open_training
 from megatron_lite.errors import CheckpointError
 from megatron_lite.hf.convert import export_folder, import_folder
-from megatron_lite.optim.schedule import learning_rate
 from megatron_lite.parallel.context import ParallelContext, single_process
 from tests.helpers import hf
 from tests.helpers.ranks import run_ranks
@@ -36,30 +34,6 @@ def _import(name: str, folder: Path) -> torch.nn.Module:
     return model.train()
 
 
-def plain_losses(model: torch.nn.Module, recipe: Recipe) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of every step of the first stage, written down once more with torch alone."""
-    stage, section = recipe.stages[0], recipe.optimizer
-    rows = open_training(recipe, 0, Path(recipe.run) / "plain-cache")
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=section.betas, eps=section.eps)
-    results = []
-    for step in range(stage.num_steps):
-        first = step * stage.rows_per_step
-        tokens = torch.stack([torch.from_numpy(rows.row(first + i).tokens).long() for i in range(stage.rows_per_step)])
-        logits = model(input_ids=tokens[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(stage.lr, step + 1, stage.num_steps, stage.batch_tokens)
-        optimizer.step()
-        optimizer.zero_grad()
-        results.append((loss.item(), norm.item()))
-    return results
-
-
 def _run(ctx: ParallelContext, recipe: Recipe, **how) -> list[str]:
     return run_stages(ctx, recipe, 0, **how)["origin"]
 
@@ -75,7 +49,7 @@ def test_twenty_steps_from_an_import_have_the_losses_of_a_plain_loop(name, world
     for origin in run_ranks(_run, world, recipe, tp=tp):
         assert origin[0] == f"weights of {tmp_path / 'checkpoint'}"
         assert "imported weights: optimizer moments start at zero" in origin
-    plain = plain_losses(model, recipe)
+    plain = hf.plain_losses(model, recipe)
     for (step, loss, norm, _), (their_loss, their_norm) in zip(curve(recipe), plain, strict=True):
         assert loss == pytest.approx(their_loss, abs=1e-5), step
         assert norm == pytest.approx(their_norm, rel=1e-4), step
