@@ -120,7 +120,10 @@ def _save(ctx: ParallelContext, folder: Path, root: Path, meta: dict) -> None:
 
 
 @pytest.mark.req("N01", "N08")
-@pytest.mark.parametrize(("world", "tp"), [(3, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("world", "tp"),
+    [(4, 2), pytest.param(3, 1, marks=pytest.mark.slow), pytest.param(4, 4, marks=pytest.mark.slow)],
+)
 def test_every_layout_exports_the_same_bytes(world, tp, tmp_path):
     hf.save(hf.reference(hf.MODELS["qwen3-kv1-biases"]), tmp_path / "hf")
     import_folder(tmp_path / "hf", tmp_path / "checkpoint")
