@@ -38,6 +38,18 @@ def test_each_way_to_add_something_has_at_most_eight_steps():
     assert all(1 <= count <= 8 for count in steps.values()), steps
 
 
+def test_the_printed_plan_is_what_the_dry_run_prints():
+    command = r"\$ python (pretrain\.py .*--dry-run)\n(.*?)```"
+    ((arguments, stated),) = re.findall(command, (ROOT / "README.md").read_text(), re.DOTALL)
+    done = subprocess.run([sys.executable, *arguments.split()], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    now, then = done.stdout.split(), stated.split()
+    number = re.compile(r"\d+\.\d+")
+    assert [number.sub("#", word) for word in now] == [number.sub("#", word) for word in then]
+    for word, old in zip(now, then, strict=True):  # sizes may be refined; the text is printed anew when they move
+        for a, b in zip(number.findall(word), number.findall(old), strict=True):
+            assert float(a) == pytest.approx(float(b), rel=0.1), f"README.md says {old}, the dry run {word}"
+
+
 @pytest.mark.req("I06")
 def test_how_the_loss_is_averaged_is_written_down():
     text = " ".join((ROOT / "docs/design.md").read_text().split())
