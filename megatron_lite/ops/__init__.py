@@ -17,13 +17,14 @@ class CrossEntropy:
     """The two local halves of a cross-entropy whose vocabulary may be divided over ranks.
 
     stats(logits [C, v] fp32, labels [C], -1 where the label is not among these v)
-        -> (largest logit [C], sum of exp(logit - largest) [C], logit of the label or 0 [C]); -inf logits add nothing
-    grad(logits [C, v], lse [C] over all ranks, labels [C], valid [C] bool)
-        -> exp(logits - lse) - onehot(labels), zero rows where not valid; may reuse the logits' memory
+        -> (largest logit [C], sum of exp(logit - largest) [C], logit of the label or 0 [C]); -inf logits add nothing;
+        the logits' memory holds exp(logit - largest) afterwards
+    grad(exps [C, v] as stats left them, scale [C], labels [C]) -> exps * scale - onehot(labels) in the same memory;
+        with scale = exp(largest - lse over all ranks), 0 where a label is ignored, the gradient of the logits
     """
 
     stats: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    grad: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    grad: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 One step, as train/step.py drives it:
   expect(last)   before each backward; as a parameter's gradient appears it is added to its bucket and freed
-                 (a post-accumulate hook, which fires once per backward after all uses of the parameter)
+                 (a post-accumulate hook, which fires once per backward after all uses of the parameter, also when
+                 a module added the gradient to its `sink`, the parameter's place in the bucket, by itself)
   during the last backward, a bucket whose parameters are all done starts its reduce-scatter (SUM, asynchronous),
                  in one fixed order on every rank, last layers first
   reduce()       starts what is left, waits, returns this rank's share of the squared gradient norm
@@ -71,11 +72,14 @@ class Zero1:
         self._last = False
         self._next = 0  # bucket whose reduction starts next
         self._running: list[dist.Work] = []
+        owners = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "sink")}
         for state in self.states:
             for slot in state.bucket.slots:
                 parameter = self.weights.parameters[slot.parameter]
                 view = state.grad[slot.offset : slot.offset + slot.numel].view(parameter.shape)
                 parameter.register_post_accumulate_grad_hook(partial(self._accumulate, state, view))
+                if slot.parameter in owners:
+                    owners[slot.parameter].sink = view
 
     def _state(self, bucket: Bucket) -> _State:
         size = bucket.base.numel()

@@ -19,33 +19,31 @@ from torch import Tensor
 
 from megatron_lite.ops import Ops
 from megatron_lite.parallel import comm
+from megatron_lite.parallel.chunks import chunk_tokens
 from megatron_lite.parallel.embedding import VocabRows
 
-CHUNK_BYTES = 64 * 2**20  # of fp32 logits at a time
 
-
-def linear_cross_entropy(
-    x_TD: Tensor, head: VocabRows, labels_T: Tensor, ops: Ops, chunk_bytes: int = CHUNK_BYTES
-) -> Tensor:
+def linear_cross_entropy(x_TD: Tensor, head: VocabRows, labels_T: Tensor, ops: Ops, chunk: int | None = None) -> Tensor:
     """Sum of the cross-entropies of all tokens whose label is not negative, fp32 scalar, equal on every tp rank.
 
     x_TD [T, D] is whole on each rank (gathered, or entered with comm.enter_region): its gradient here is this rank's
     share, which the conjugate of that collective sums. Divide by the valid tokens of the global batch for the mean.
+    The head's gradient goes straight into head.sink where there is one. `chunk`: tokens at a time.
     """
+    chunk = chunk or chunk_tokens(x_TD.shape[0], x_TD.shape[1], head.rows)
     needs_grad = torch.is_grad_enabled() and (x_TD.requires_grad or head.weight.requires_grad)
-    return _LinearCrossEntropy.apply(x_TD, head.weight, labels_T, head, ops, chunk_bytes, needs_grad)
+    return _LinearCrossEntropy.apply(x_TD, head.weight, labels_T, head, ops, chunk, needs_grad)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, head: VocabRows, ops: Ops, chunk_bytes: int,
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, head: VocabRows, ops: Ops, chunk: int,
                 needs_grad: bool) -> Tensor:  # fmt: skip
-        rows = max(1, min(x.shape[0], chunk_bytes // (4 * head.rows)))
         total = x.new_zeros((), dtype=torch.float32)
         dx = torch.empty_like(x) if needs_grad else None
         dw = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
         for x_CD, labels_C, dx_CD in zip(
-            x.split(rows), labels.split(rows), (x if dx is None else dx).split(rows), strict=True
+            x.split(chunk), labels.split(chunk), (x if dx is None else dx).split(chunk), strict=True
         ):
             logits_Cv = (x_CD @ weight.t()).float()
             logits_Cv[:, head.real :] = -torch.inf
@@ -53,15 +51,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             local_C = labels_C - head.start
             here_C = valid_C & (local_C >= 0) & (local_C < head.real)
             local_C = torch.where(here_C, local_C, -1)
-            top, exps, target = comm.all_stack(
-                torch.stack(ops.cross_entropy.stats(logits_Cv, local_C)), head.tp
-            ).unbind(1)
+            own_top_C, *sums = ops.cross_entropy.stats(logits_Cv, local_C)
+            top, exps, target = comm.all_stack(torch.stack((own_top_C, *sums)), head.tp).unbind(1)
             top_C = top.amax(0)
             lse_C = top_C + (exps * (top - top_C).exp()).sum(0).log()
             total += ((lse_C - target.sum(0)) * valid_C).sum()
             if dx is None or dw is None:
                 continue
-            dz_Cv = ops.cross_entropy.grad(logits_Cv, lse_C, local_C, valid_C).to(x.dtype)
+            scale_C = (own_top_C - lse_C).exp() * valid_C
+            dz_Cv = ops.cross_entropy.grad(logits_Cv, scale_C, local_C).to(x.dtype)
             torch.mm(dz_Cv, weight, out=dx_CD)
             if dz_Cv.dtype == dw.dtype:
                 dw.addmm_(dz_Cv.t(), x_CD)
@@ -69,12 +67,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dw += dz_Cv.t() @ x_CD
         if dx is not None and dw is not None:
             ctx.save_for_backward(dx, dw)
+            ctx.sink = head.sink
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        return dx * grad, dw * grad, None, None, None, None, None
+        if ctx.sink is not None:
+            ctx.sink.addcmul_(dw, grad)
+            dw = None
+        else:
+            dw = dw * grad
+        return dx * grad, dw, None, None, None, None, None
 
 
 def logits(x_TD: Tensor, head: VocabRows) -> Tensor:

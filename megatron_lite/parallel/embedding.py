@@ -25,6 +25,7 @@ class VocabRows(nn.Module):
         self.start = tp.rank * self.rows
         self.real = min(max(vocab_size - self.start, 0), self.rows)  # rows of this rank that exist on disk
         self.weight = nn.Parameter(torch.empty(self.rows, d_model))
+        self.sink: Tensor | None = None  # fp32 [rows, D] that the optimizer adds gradients up in
 
     def pieces(self, name: str) -> dict[str, tuple[Piece, ...]]:
         """The rows that exist on disk: an empty rectangle on a rank that holds only padding."""

@@ -12,10 +12,9 @@ from typing import Literal, NamedTuple
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.schema import Optimizer, Parallel
 from megatron_lite.models.shapes import Shape, layer_shapes
+from megatron_lite.parallel.chunks import chunk_tokens
 
 Recompute = Literal["none", "selective", "full"]
-
-CHUNK_BYTES = 64 * 2**20  # of fp32 logits at a time, as parallel.cross_entropy has it
 
 
 class Parameters(NamedTuple):
@@ -174,8 +173,9 @@ def rank_memory(
     state = 8 if precision == "fp32" else 12
     shares = (data_ranks, expert_data_ranks) if optimizer.zero else (1, 1)
     head = kept.ends["gradient of the head"] + kept.ends["gradient of the head's input"]
-    logits = min(CHUNK_BYTES, 4 * tokens * model.padded_vocab_size(parallel.tp) // parallel.tp)
-    chunk = logits * (2 * 4 + 2 * size) // 4  # logits and their gradient, in the run's type and in fp32
+    vocab_rows = model.padded_vocab_size(parallel.tp) // parallel.tp
+    # logits in the run's type and in fp32, which become their gradient, and that in the run's type
+    chunk = chunk_tokens(tokens, model.hidden_size, vocab_rows) * vocab_rows * (4 + 2 * size)
     in_flight = min(parallel.pp, micro_batches)  # forwards that the first pipeline rank runs before a backward
     return Memory(
         weights=parameters.total * size,

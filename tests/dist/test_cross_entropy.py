@@ -51,9 +51,7 @@ def plain(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Te
 def ours(ctx: ParallelContext, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     """The same with `chunk` tokens at a time; dW are this rank's rows that exist."""
     head, x = head_of(ctx, weight), x.clone().requires_grad_()
-    total = linear_cross_entropy(
-        comm.enter_region(x, ctx.tp), head, labels, default_ops(), chunk_bytes=4 * head.rows * chunk
-    )
+    total = linear_cross_entropy(comm.enter_region(x, ctx.tp), head, labels, default_ops(), chunk=chunk)
     loss = total / max(int((labels >= 0).sum()), 1)
     dx, dw = torch.autograd.grad(loss, (x, head.weight))
     assert dw[head.real :].eq(0).all()  # padding learns nothing
@@ -179,7 +177,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 if sys.argv[1] == "plain":
     F.cross_entropy(x @ head.weight.t(), labels).backward()
 else:
-    (linear_cross_entropy(x, head, labels, default_ops(), chunk_bytes=256 * 4 * vocab) / tokens).backward()
+    (linear_cross_entropy(x, head, labels, default_ops(), chunk=256) / tokens).backward()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

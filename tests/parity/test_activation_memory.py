@@ -12,9 +12,7 @@ from megatron_lite.models.rope import rotary_tables
 from megatron_lite.models.transformer import build
 from megatron_lite.ops.documents import Documents
 from megatron_lite.ops.select import default_ops
-from megatron_lite.parallel import cross_entropy
 from megatron_lite.parallel.context import Axis, ParallelContext, single_process
-from megatron_lite.plan import memory
 from megatron_lite.plan.memory import activation_bytes, rank_parameters
 from tests.helpers.ranks import run_ranks
 
@@ -75,10 +73,6 @@ def test_planned_activations_are_within_2_percent_of_what_torch_saves_on_two_ran
         config, ROWS * LENGTH, tp=2, sequence_parallel=sp, recompute=recompute, bytes_per_element=4
     )
     assert measured == [pytest.approx(planned.total, rel=0.02)] * 2, planned
-
-
-def test_the_plan_knows_the_size_of_the_loss_chunks():
-    assert memory.CHUNK_BYTES == cross_entropy.CHUNK_BYTES
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
