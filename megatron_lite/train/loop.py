@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from time import perf_counter
 
@@ -18,6 +19,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid, kv_replicas
 from megatron_lite.runtime.guard import Stop, sum_over, together
 from megatron_lite.runtime.launch import process_groups, read_launch
+from megatron_lite.runtime.lock import folder_lock
 from megatron_lite.train.evaluate import evaluate
 from megatron_lite.train.journal import Journal
 from megatron_lite.train.replicas import check_replicas
@@ -44,7 +46,10 @@ def run_stage(recipe: Recipe, index: int, resume: str = "auto") -> None:
 def run_here(recipe: Recipe, index: int, ctx: ParallelContext, stop: Stop, resume: str = "auto") -> StageRun:
     """The same on ranks whose process groups exist; returns the stage as it was left."""
     run = open_stage(recipe, index, ctx, resume)
-    with Journal(run) as journal:
+    with ExitStack() as held:
+        writes = ctx.world.rank == 0
+        together(ctx, lambda: held.enter_context(folder_lock(run.folder)) if writes else None)
+        journal = held.enter_context(Journal(run))
         journal.opening()
         if not run.state.complete:
             steps(run, stop, journal)

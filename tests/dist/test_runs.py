@@ -10,10 +10,15 @@ import torch
 
 from megatron_lite.checkpoint import store
 from megatron_lite.config.schema import Recipe
+from megatron_lite.data.loader import validation_batches
 from megatron_lite.data.source import TrainingRows
-from megatron_lite.errors import CheckpointError, DataError, TrainingError
+from megatron_lite.errors import CheckpointError, ConfigError, DataError, TrainingError
 from megatron_lite.optim.zero1 import Zero1
 from megatron_lite.parallel.context import ParallelContext, single_process
+from megatron_lite.runtime.lock import folder_lock
+from megatron_lite.train.evaluate import mean_loss
+from megatron_lite.train.stage import open_stage
+from megatron_lite.train.step import train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import curve, lines, run_stages, tiny_recipe
 
@@ -197,6 +202,41 @@ def _drifts(ctx: ParallelContext, recipe: Recipe) -> str:
         patch.setattr(Zero1, "update", update)
         run_stages(ctx, recipe, 0)
     return str(caught.value)
+
+
+def test_a_folder_takes_one_run_at_a_time(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    with folder_lock(Path(recipe.run) / "stage-1"):
+        for message in run_ranks(_refused, 2, recipe):
+            assert message.startswith(f"another run writes to {recipe.run}/stage-1 and holds")
+    run_stages(single_process(), recipe, 0)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot write to .*/file/stage-1: Not a directory"):
+        run_stages(
+            single_process(), tiny_recipe(tmp_path, run=str(tmp_path / "file"), data={"cache": str(tmp_path)}), 0
+        )
+
+
+def _refused(ctx: ParallelContext, recipe: Recipe) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run_stages(ctx, recipe, 0)
+    return str(caught.value)
+
+
+@pytest.mark.req("R02", "R03")
+def test_every_validation_set_has_the_loss_it_has_alone_and_the_one_training_sees(tmp_path: Path) -> None:
+    sets = {name: {"path": str(tmp_path / name)} for name in ("a", "b")}
+    both = tiny_recipe(tmp_path, run=str(tmp_path / "both"), validation=sets)
+    alone = tiny_recipe(tmp_path, run=str(tmp_path / "alone"))
+    for recipe in (both, alone):
+        run_stages(single_process(), recipe, 0, stop_after=0)
+    losses = lines(both, 0, "evaluations")[0]["losses"]
+    assert losses["b"] == lines(alone, 0, "evaluations")[0]["losses"]["b"] and losses["a"] != losses["b"]
+    run = open_stage(alone, 0, single_process(), "auto")
+    batches = list(validation_batches(run.validation["b"], 4, 2, 0, 1, True))
+    evaluated = mean_loss(run.model, batches, run.ctx)
+    trained = train_step(run.model, run.optimizer, batches, run.ctx, lr=0.0, clip=0.0).loss
+    assert trained == pytest.approx(evaluated, rel=1e-6)
 
 
 def test_unreadable_rows_of_one_rank_stop_all_with_its_words(tmp_path: Path) -> None:
