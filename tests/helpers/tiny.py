@@ -1,22 +1,11 @@
-"""Tiny models and a training run over synthetic rows, for tests that compare layouts."""
+"""Tiny models, and the training run over synthetic rows that compares layouts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import numpy as np
-import torch
-
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.schema import Optimizer, Schedule
-from megatron_lite.data.batch import IGNORE, Batch
-from megatron_lite.models.init import initial_tensors
-from megatron_lite.models.transformer import Transformer, build, named_pieces
-from megatron_lite.ops.select import default_ops
-from megatron_lite.optim.schedule import learning_rate
-from megatron_lite.optim.zero1 import Zero1
-from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.step import StepResult, train_step
+from megatron_lite.train.trial import Run, build_run, make_batch, step_batches, train
+
+__all__ = ["Run", "build_run", "make_batch", "qwen3", "stablelm", "step_batches", "train"]
 
 
 def qwen3(**fields: object) -> ModelConfig:
@@ -38,97 +27,3 @@ def stablelm(**fields: object) -> ModelConfig:
             "norm": "layernorm", "norm_eps": 1e-5, "partial_rotary_factor": 0.25, "scaled_output_init": True,
         } | fields
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a short training run is made of."""
-
-    model: ModelConfig
-    steps: int = 20
-    rows: int = 12  # of one step, over all ranks
-    seq_len: int = 16
-    micro_batch: int = 2
-    sequence_parallel: bool = False
-    recompute: str = "none"
-    precision: torch.dtype = torch.float32
-    masked: bool = False  # some labels ignored, a different number in each row
-    documents: bool = False  # rows hold several documents that attention keeps apart
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    bucket_elements: int = 20_000
-    peak_lr: float = 1e-3
-
-
-def row(run: Run, number: int) -> np.ndarray:
-    """seq_len + 1 tokens that can be learned: each follows from the one before, with noise."""
-    rng = np.random.default_rng(number)
-    steps = np.where(rng.random(run.seq_len + 1) < 0.9, 7, rng.integers(0, 101, run.seq_len + 1))
-    return (rng.integers(0, 101) + np.cumsum(steps)) % run.model.vocab_size
-
-
-def make_batch(run: Run, numbers: list[int]) -> Batch:
-    """The rows of these numbers as one micro-batch."""
-    s = run.seq_len
-    tokens = np.stack([row(run, n) for n in numbers])
-    labels = tokens[:, 1:].copy()
-    if run.masked:
-        for i, n in enumerate(numbers):
-            labels[i, : (5 * n) % (s + 1)] = IGNORE
-    cuts = sorted(
-        {0, len(numbers) * s}
-        | {i * s + c for i, n in enumerate(numbers) for c in ((0, 1 + n % (s - 1)) if run.documents else (0,))}
-    )
-    lengths = np.diff(cuts)
-    return Batch(
-        input_ids=tokens[:, :-1].reshape(-1).astype(np.int64),
-        labels=labels.reshape(-1).astype(np.int64),
-        position_ids=np.concatenate([np.arange(n) for n in lengths]),
-        cu_seqlens=np.array(cuts, dtype=np.int32),
-        max_seqlen=int(lengths.max()),
-        row_length=None if run.documents else s,
-        valid_tokens=int((labels >= 0).sum()),
-        samples=tuple(numbers),
-    )
-
-
-def step_batches(run: Run, ctx: ParallelContext, step: int) -> list[Batch]:
-    """This rank's micro-batches of a step counted from 0."""
-    per_rank = run.rows // (run.micro_batch * ctx.data.size)
-    start = step * run.rows
-    return [
-        make_batch(
-            run, [start + (m * ctx.data.size + ctx.data.rank) * run.micro_batch + b for b in range(run.micro_batch)]
-        )
-        for m in range(per_rank)
-    ]
-
-
-def build_run(run: Run, ctx: ParallelContext, seed: int = 1) -> tuple[Transformer, Zero1]:
-    """Model and optimizer with initial weights."""
-    ops = default_ops()
-    model = build(
-        run.model, ctx.tp, ops, dtype=run.precision, sequence_parallel=run.sequence_parallel,
-        recompute_mode=run.recompute,
-    )  # fmt: skip
-    optimizer = Zero1(model, named_pieces(model), ctx, run.optimizer, ops, bucket_elements=run.bucket_elements)
-    optimizer.fill(initial_tensors(run.model, seed))
-    return model, optimizer
-
-
-def train(ctx: ParallelContext, run: Run) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
-    """Results of every step, and this rank's own masters by piece ("name start" -> values) at the end."""
-    model, optimizer = build_run(run, ctx)
-    schedule = Schedule(peak=run.peak_lr, warmup_steps=min(10, run.steps))
-    results = [
-        train_step(
-            model, optimizer, step_batches(run, ctx, step), ctx,
-            lr=learning_rate(schedule, step + 1, run.steps, run.rows * run.seq_len), clip=run.optimizer.clip,
-        )
-        for step in range(run.steps)
-    ]  # fmt: skip
-    weights = {
-        f"{piece.name} {piece.start} {piece.shape}": bucket.base[piece.offset : piece.offset + piece.numel].clone()
-        for bucket in optimizer.weights.buckets
-        for piece in bucket.pieces
-    }
-    return results, weights
