@@ -5,9 +5,12 @@ Rows are padded to a multiple of vocab_multiple * tp. Rows at and beyond vocab_s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.context import Axis
@@ -39,15 +42,35 @@ class VocabParallelEmbedding(VocabRows):
     def __init__(self, vocab_size: int, padded: int, d_model: int, tp: Axis, *, sequence_parallel: bool = False):
         super().__init__(vocab_size, padded, d_model, tp)
         self.leave = comm.scatter_rows if sequence_parallel else comm.leave_region
-        self.look_up = self._whole if tp.size == 1 else self._own_rows
 
     def forward(self, ids_T: Tensor) -> Tensor:
-        return self.leave(self.look_up(ids_T), self.tp)
+        return self.leave(_LookUp.apply(ids_T, self.weight, self), self.tp)
 
-    def _whole(self, ids_T: Tensor) -> Tensor:
-        return F.embedding(ids_T, self.weight)
 
-    def _own_rows(self, ids_T: Tensor) -> Tensor:
-        local = ids_T - self.start
-        elsewhere = (local < 0) | (local >= self.rows)
-        return F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[:, None], 0.0)
+class _LookUp(torch.autograd.Function):
+    """weight[ids - start], zero for rows of other ranks.
+
+    The gradient adds rows up in fp32, in the sink if there is one, rather than make [rows, D] of mostly zeros.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, rows: VocabRows) -> Tensor:
+        local, elsewhere = ids, None
+        if rows.tp.size > 1:
+            local = ids - rows.start
+            elsewhere = ((local < 0) | (local >= rows.rows))[:, None]
+            local = local.masked_fill(elsewhere[:, 0], 0)
+        ctx.save_for_backward(local, elsewhere)
+        ctx.sink, ctx.weight_like = rows.sink, (weight.shape, weight.dtype)
+        x = F.embedding(local, weight)
+        return x if elsewhere is None else x.masked_fill_(elsewhere, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        local, elsewhere = ctx.saved_tensors
+        shape, dtype = ctx.weight_like
+        grad32 = grad.float() if elsewhere is None else grad.float().masked_fill(elsewhere, 0.0)
+        total = grad.new_zeros(shape, dtype=torch.float32) if ctx.sink is None else ctx.sink
+        total.index_put_((local,), grad32, accumulate=True)  # on CUDA too in one fixed order, unlike index_add_
+        return None, total.to(dtype) if ctx.sink is None else None, None
