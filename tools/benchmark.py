@@ -4,8 +4,8 @@
   python tools/benchmark.py --ranks 2 --peer "litgpt=/envs/litgpt/bin/python step_litgpt.py --dtype bf16 --threads 1"
 
 A peer is "transformers" (measured here) or NAME=COMMAND; a command prints a JSON line with its tokens per second as
-"tok_s". Every figure comes from a fresh process. What is compared is the median of the ratios of the pairs, since a
-machine drifts more between minutes than within one. The work: a Qwen3 of 58M parameters, 4 rows of 512 tokens a step,
+"tok_s". Every figure comes from a fresh process. What is compared is the median of the ratios within a round, since a
+machine drifts more between rounds than within one. The work: a Qwen3 of 58M parameters, 4 rows of 512 tokens a step,
 forward, backward, clipping and AdamW.
 """
 
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +32,7 @@ from megatron_lite.data.batch import Batch
 from megatron_lite.errors import MegatronLiteError, require
 from megatron_lite.models.init import initial_tensors
 from megatron_lite.models.transformer import build, named_pieces
+from megatron_lite.monitor.environment import describe_environment
 from megatron_lite.ops.select import default_ops
 from megatron_lite.optim.zero1 import Zero1
 from megatron_lite.parallel.grid import Grid
@@ -52,9 +54,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ranks", type=int, default=1)
     p.add_argument("--tp", type=int, default=1)
     p.add_argument("--threads", type=int, default=1, help="of each rank")
-    p.add_argument("--pairs", type=int, default=5)
+    p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--steps", type=int, default=6, help="timed steps of each process")
     p.add_argument("--peer", action="append", default=[], metavar="transformers|NAME=COMMAND")
+    p.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set for every process")
+    p.add_argument("--save", type=Path, metavar="FILE", help="append the JSON lines, with date, commit and machine")
     p.add_argument("--measure", choices=["ours", "transformers"], help="run one side here and print its JSON line")
     return p
 
@@ -145,9 +149,10 @@ def measure_transformers(args: argparse.Namespace) -> dict[str, Any]:
     return {"bench": "transformers", "tok_s": ROWS * SEQ_LEN / seconds, "ms": seconds * 1e3}
 
 
-def run(command: list[str], threads: int) -> dict[str, Any]:
+def run(command: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """The last JSON line a command prints."""
-    done = subprocess.run(["env", f"OMP_NUM_THREADS={threads}", *command], capture_output=True, text=True)
+    settings = [f"OMP_NUM_THREADS={args.threads}", *args.env]
+    done = subprocess.run(["env", *settings, *command], capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     require(done.returncode == 0 and bool(lines), f"{shlex.join(command)} gave no figure:\n{done.stderr[-2000:]}")
     return json.loads(lines[-1])
@@ -169,24 +174,37 @@ def commands(args: argparse.Namespace) -> tuple[list[str], dict[str, list[str]]]
 
 
 def main(args: argparse.Namespace) -> None:
-    """Print one line for each pair, and one for each peer."""
+    """Print one line for each round, and at the end one JSON line for each peer."""
     ours, peers = commands(args)
-    for name, command in peers.items():
-        rows = []
-        for number in range(args.pairs):
-            mine, theirs = run(ours, args.threads), run(command, args.threads)
-            rows.append((mine["tok_s"], theirs["tok_s"], mine["tok_s"] / theirs["tok_s"]))
-            print(
-                f"pair {number + 1}: ours {rows[-1][0]:,.0f}  {name} {rows[-1][1]:,.0f}  ratio {rows[-1][2]:.3f}",
-                flush=True,
-            )
-        all_ours, all_theirs, ratios = zip(*rows, strict=True)
-        print(json.dumps({
+    rounds: list[dict[str, float]] = []
+    share: dict[str, float] = {}
+    for number in range(args.rounds):
+        mine = run(ours, args)
+        share = mine["share"]
+        rounds.append({"ours": mine["tok_s"]} | {name: run(peers[name], args)["tok_s"] for name in peers})
+        print(f"round {number + 1}: " + "  ".join(f"{name} {x:,.0f}" for name, x in rounds[-1].items()), flush=True)
+    for name in peers:
+        ratios = [r["ours"] / r[name] for r in rounds]
+        result = {
             "peer": name, "precision": args.precision, "ranks": args.ranks, "tp": args.tp, "threads": args.threads,
-            "pairs": args.pairs, "ours_tok_s": round(median(all_ours)), "peer_tok_s": round(median(all_theirs)),
-            "ratio": round(median(ratios), 3), "ratio_min": round(min(ratios), 3), "ratio_max": round(max(ratios), 3),
-            "share": mine.get("share"),
-        }), flush=True)  # fmt: skip
+            "env": args.env, "rounds": args.rounds, "ours_tok_s": round(median(r["ours"] for r in rounds)),
+            "peer_tok_s": round(median(r[name] for r in rounds)), "ratio": round(median(ratios), 3),
+            "ratio_min": round(min(ratios), 3), "ratio_max": round(max(ratios), 3), "share": share,
+        }  # fmt: skip
+        print(json.dumps(result), flush=True)
+        if args.save is not None:
+            with args.save.open("a") as file:
+                print(json.dumps(result | where()), file=file)
+
+
+def where() -> dict[str, Any]:
+    """What a figure is worth nothing without: the day, the code and the machine."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    environment = describe_environment(device, 1)
+    return {
+        "date": date.today().isoformat(), "commit": environment["commit"], "device": environment["device"],
+        "torch": torch.__version__,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
 import subprocess
@@ -20,7 +21,7 @@ def describe_environment(device: torch.device, world_size: int) -> dict[str, Any
     """Versions, the commit of this source tree if it has one, the device of this rank and the number of ranks."""
     found: dict[str, Any] = {"python": sys.version.split()[0], "platform": platform.platform()}
     found |= {"host": socket.gethostname(), "world_size": world_size, "commit": _commit(Path(__file__).parent)}
-    found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+    found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
     found["packages"] = {name: number for name in PACKAGES if (number := _version(name)) is not None}
@@ -38,6 +39,14 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _cpu() -> str:
+    """Name and number of the processors this process may use."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{(names or [platform.processor() or platform.machine()])[0]}, {os.cpu_count()} cores"
 
 
 def _commit(folder: Path) -> str | None:
