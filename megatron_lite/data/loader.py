@@ -11,7 +11,9 @@ from pathlib import Path
 from megatron_lite.config.schema import Recipe
 from megatron_lite.data.batch import Batch, make_batch
 from megatron_lite.data.blend import Blend
+from megatron_lite.data.corpus import read_manifest
 from megatron_lite.data.source import Rows, Source, TrainingRows, ValidationRows
+from megatron_lite.data.tokenizer import load_tokenizer
 from megatron_lite.errors import DataError, require
 
 AHEAD = 2  # steps read before they are asked for
@@ -45,6 +47,21 @@ def open_training(recipe: Recipe, stage: int, cache: Path) -> TrainingRows:
     rows = TrainingRows(sources, blend, recipe.seed, stage)
     rows.check_epochs(config.num_steps * config.rows_per_step)
     return rows
+
+
+def check_tokenizer(recipe: Recipe, stage: int) -> None:
+    """DataError unless the recipe's tokenizer can be loaded and is the one that wrote the stage's corpora."""
+    tokenizer = load_tokenizer(recipe.tokenizer.path)
+    sections = {f"sources.{name}": recipe.sources[name] for name in recipe.stages[stage].blend}
+    sections |= {f"validation.{name}": config for name, config in recipe.validation.items()}
+    for section, config in sections.items():
+        wrote = (read_manifest(Path(config.path).expanduser()) or {}).get("tokenizer")
+        require(
+            wrote is None or wrote["fingerprint"] == tokenizer.fingerprint,
+            f"[{section}] {config.path} was written with the tokenizer {wrote and wrote['name']}, but "
+            f"tokenizer.path = {recipe.tokenizer.path!r} is another one ({tokenizer.name})",
+            DataError,
+        )
 
 
 def open_validation(recipe: Recipe, stage: int, cache: Path) -> dict[str, Rows]:

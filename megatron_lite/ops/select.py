@@ -40,6 +40,7 @@ class Backend:
 TABLE: Mapping[str, Mapping[str, Backend]] = {
     "attention": {
         "flash_attn": Backend(flash_attention, devices=("cuda",), package="flash_attn", half_only=True),
+        "blocked": Backend(lambda: attention.blocked, devices=("cpu",)),
         "sdpa": Backend(lambda: attention.sdpa),
         "naive": Backend(lambda: attention.naive),
     },

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from megatron_lite.checkpoint import store
 from megatron_lite.config.load import to_toml
 from megatron_lite.config.schema import Recipe
+from tests.helpers.corpora import write_corpus
 from tests.helpers.runs import curve, tiny_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +107,7 @@ def test_a_stop_signal_to_the_workers_saves_and_ends_cleanly(tmp_path: Path) -> 
         (1, ["--set", "sources.a.path=/nope"], ["/nope"]),
         (1, ["--set", "init_from=/nope"], ["/nope"]),
         (1, ["--resume", "/nope"], ["/nope"]),
-        (1, ["--set", "kernels.attention=flash_attn"], ["flash_attn", "sdpa: available"]),
+        (1, ["--set", "kernels.attention=flash_attn"], ["flash_attn", "blocked: available"]),
         (1, ["--set", "model.vocab_size=50"], ["50"]),
         (1, ["--set", "model.num_experts=4"], ["num_experts"]),
         (1, ["--set", "logging.every=0", "--set", "seed=1.5"], ["logging.every", "seed"]),
@@ -120,3 +124,40 @@ def test_what_cannot_run_is_refused_with_the_numbers_before_training(
     assert "step 1/" not in out
     left = [path for path in sorted(tmp_path.rglob("*")) if path not in before and "cache" not in str(path)]
     assert [path.name for path in left] in ([], ["recipe.toml"], ["recipe.toml", "run"])
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "a.bin"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def empty(folder: Path) -> None:
+    """An index of the format that announces no sequence and no document."""
+    (folder / "a.idx").write_bytes((folder / "a.idx").read_bytes()[:18] + struct.pack("<QQq", 0, 1, 0))
+
+
+def shorten(folder: Path) -> None:
+    write_corpus(folder / "a", [np.arange(9)])
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (truncate, ["a.bin", "bytes"]),
+        (empty, ["sources.a", "holds no documents: 0 sequences"]),
+        (shorten, ["sources.a", "9 tokens"]),
+        (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer.json"]),
+    ],
+    ids=["truncated .bin", ".idx without documents", "shorter than a sample", "no tokenizer"],
+)
+def test_data_that_cannot_be_trained_on_is_refused_in_seconds(
+    tmp_path: Path, damage: Callable[[Path], None], words: list[str]
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    recipe = tiny_recipe(tmp_path, tokenizer={"path": str(tmp_path / "tokenizer.json")})
+    damage(tmp_path)
+    begin = time.monotonic()
+    code, out, err = finish(start(*command(recipe, "--stage", "1", ranks=2)))
+    assert code != 0 and "step 1/" not in out and all(word in err for word in words), err
+    assert time.monotonic() - begin < 30  # a few seconds on an idle machine, most of them to import torch
+    assert "Traceback (most recent call last)" not in err.split("torch/distributed")[0]

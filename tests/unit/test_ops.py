@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,23 +104,25 @@ def test_swiglu_equals_autograd_of_the_formula(dtype):
 
 @pytest.mark.req("J03")
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("lengths", [(1,), (7,), (5, 1, 13), (9, 9, 9)])
+@pytest.mark.parametrize("lengths", [(1,), (7,), (5, 1, 13), (9, 9, 9), (3, 64, 150)])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_sdpa_equals_the_formula_inside_each_document(heads, kv_heads, lengths, dtype, tolerance):
+@pytest.mark.parametrize("backend", [attention.sdpa, attention.blocked])
+def test_a_backend_equals_the_formula_inside_each_document(heads, kv_heads, lengths, dtype, tolerance, backend):
     q, k, v = (draw(sum(lengths), n, 10, seed=n + i, dtype=dtype) for i, n in enumerate((heads, kv_heads, kv_heads)))
     doc = documents(*lengths)
-    ours, plain = attention.sdpa(q, k, v, doc, 0.3), attention.naive(q, k, v, doc, 0.3)
+    ours, plain = backend(q, k, v, doc, 0.3), attention.naive(q, k, v, doc, 0.3)
     assert ours.dtype == plain.dtype == dtype
     torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
     for mine, theirs in zip(grads(ours, q, k, v), grads(plain, q, k, v), strict=True):
         assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max() + tolerance
 
 
-def test_equal_rows_in_one_call_equal_one_call_per_row():
+@pytest.mark.parametrize("backend", [attention.sdpa, attention.blocked])
+def test_equal_rows_in_one_call_equal_one_call_per_row(backend):
     q, k, v = (draw(27, n, 10, seed=i) for i, n in enumerate((4, 2, 2)))
     doc = documents(9, 9, 9)
     together = Documents(doc.cu_seqlens, doc.lengths, 9, doc.position_ids, row_length=9)
-    torch.testing.assert_close(attention.sdpa(q, k, v, together, 0.3), attention.sdpa(q, k, v, doc, 0.3))
+    torch.testing.assert_close(backend(q, k, v, together, 0.3), backend(q, k, v, doc, 0.3))
 
 
 def test_the_formula_is_softmax_over_the_past():
@@ -129,8 +133,17 @@ def test_the_formula_is_softmax_over_the_past():
         torch.testing.assert_close(out[t], (weights / weights.sum()) @ v[: t + 1, 0])
 
 
+@pytest.mark.req("J04")
+@pytest.mark.parametrize("backend", list(select.TABLE["attention"]))
+def test_a_backend_takes_borders_and_no_mask_beside_them(backend):
+    if select.TABLE["attention"][backend].missing("cpu", "fp32"):
+        pytest.skip("cannot be loaded here")
+    function = select.TABLE["attention"][backend].load()
+    assert list(inspect.signature(function).parameters) == ["q", "k", "v", "doc", "scale"]
+
+
 @pytest.mark.req("J01", "J03")
-@pytest.mark.parametrize("backend", ["sdpa", "naive"])
+@pytest.mark.parametrize("backend", ["blocked", "sdpa", "naive"])
 @pytest.mark.parametrize("config", [stablelm(), qwen3()], ids=lambda c: c.model_type)
 def test_a_document_does_not_see_the_one_before_it(config, backend):
     model, _ = build_run(Run(config), single_process())
@@ -204,13 +217,13 @@ def test_adamw_equals_torchs_over_several_steps(backend, weight_decay):
 def test_auto_takes_what_runs_here():
     chosen = select.resolve({}, "cpu", "fp32")
     assert set(chosen) == set(select.TABLE)
-    assert chosen["attention"] == "sdpa" and chosen["adamw"] == "fused"
+    assert chosen["attention"] == "blocked" and chosen["adamw"] == "fused"
     assert select.resolve({"attention": "naive"}, "cpu", "fp32")["attention"] == "naive"
 
 
 @pytest.mark.req("J03")
 def test_a_backend_that_cannot_run_is_refused_with_a_list_of_those_that_can():
-    with pytest.raises(ConfigError, match=r"attention = 'flash_attn' .*needs cuda, this is cpu; sdpa: available"):
+    with pytest.raises(ConfigError, match=r"attention = 'flash_attn' .*needs cuda, this is cpu; blocked: available"):
         select.resolve({"attention": "flash_attn"}, "cpu", "bf16")
     with pytest.raises(ConfigError, match="needs bf16, this run is fp32"):
         select.resolve({"attention": "flash_attn"}, "cuda", "fp32")
