@@ -21,8 +21,9 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_lite.data import readers
-from megatron_lite.data.indexed import IndexedWriter, token_dtype
+from megatron_lite.data.indexed import token_dtype
 from megatron_lite.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_lite.data.writer import IndexedWriter
 from megatron_lite.errors import DataError, require
 
 BATCH_BYTES = 1 << 20  # of text per batch

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.config.schema import Recipe
-from megatron_lite.data.indexed import IndexedWriter
+from megatron_lite.data.writer import IndexedWriter
 
 
 def write_corpus(prefix: Path, documents: Iterable[Any], dtype: str = "<u2") -> Path:

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.data.indexed import DTYPES, HEADER, MAGIC, IndexedDataset, IndexedWriter, token_dtype
+from megatron_lite.data.indexed import DTYPES, HEADER, MAGIC, IndexedDataset, token_dtype
+from megatron_lite.data.writer import IndexedWriter
 from megatron_lite.errors import DataError
 from tests.helpers.corpora import counting, write_corpus
 
