@@ -28,11 +28,15 @@ setup(
         "zstandard>=0.22",
     ],
     extras_require={
+        "fast": ["gigatoken>=0.10"],
+        "parquet": ["pyarrow>=15"],
         "plot": ["matplotlib>=3.8"],
         "tensorboard": ["tensorboard>=2.16"],
         "wandb": ["wandb>=0.17"],
         "flash-attn": ["flash-attn>=2.6"],
         "dev": [
+            "gigatoken>=0.10",
+            "pyarrow>=15",
             "matplotlib>=3.8",
             "transformers>=5.0",
             "pytest>=8.0",

@@ -1,7 +1,8 @@
-"""JSON lines to an indexed corpus: batches of lines through the tokenizer, in one process or in several.
+"""Text, or ready ids, to an indexed corpus: blocks of the inputs through an encoder, in one process or in several.
 
-Batches are dealt to the workers in turn and their results are taken back in the same turn, so the corpus is the same
-to the byte for any number of workers, and what is in memory is a few batches whatever the corpus.
+Blocks are dealt to the workers in turn and their results are taken back in the same turn, so the corpus is the same to
+the byte for any number of workers, and what is in memory is a few blocks whatever the corpus.
+After every input that is done (at most once in RECORD_EVERY seconds) the point is made durable: `resume` begins there.
 """
 
 from __future__ import annotations
@@ -11,45 +12,26 @@ import multiprocessing
 import queue
 import signal
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-
-from megatron_lite.data import readers
+from megatron_lite.data.encode import CHECKED_BYTES, CHECKED_SHARE, Encoded, Encoder, Options
 from megatron_lite.data.indexed import token_dtype
-from megatron_lite.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_lite.data.readers import Block, Input, blocks, find_inputs, shares
+from megatron_lite.data.tokenizer import Tokenizer, fast_backend, load_tokenizer
 from megatron_lite.data.writer import IndexedWriter
 from megatron_lite.errors import DataError, require
 
-BATCH_BYTES = 1 << 20  # of text per batch
-IN_FLIGHT = 2  # batches per worker
-
-
-@dataclass(frozen=True)
-class Options:
-    """What makes a corpus out of text; all of it is in the manifest."""
-
-    tokenizer: str
-    key: str = "text"
-    append_eod: bool = False
-    on_bad_line: Literal["stop", "skip"] = "stop"
-
-
-@dataclass
-class Encoded:
-    """One batch of documents, laid end to end."""
-
-    tokens: np.ndarray  # [sum of lengths], in the dtype of the corpus
-    lengths: np.ndarray  # int64 [documents]
-    num_bytes: int  # of the lines
-    empty: int = 0  # documents without a token
-    bad: Counter[str] = field(default_factory=Counter)  # lines left out, by reason
-    error: str | None = None  # the first bad line, when they are not to be skipped
+IN_FLIGHT = 2  # blocks per worker
+RECORD_EVERY = 1.0  # seconds
+LIBRARIES = ("tokenizers", "sentencepiece", "gigatoken", "pyarrow")
 
 
 @dataclass
@@ -59,20 +41,35 @@ class Summary:
     documents: int = 0
     tokens: int = 0
     empty: int = 0
+    filtered: int = 0  # records of another --where
+    checked: int = 0  # documents that went through the tokenizer's own library as well
     bad: Counter[str] = field(default_factory=Counter)
+
+    def add(self, block: Encoded) -> None:
+        """Count a block."""
+        self.documents += block.lengths.size
+        self.tokens += block.tokens.size
+        self.empty += block.empty
+        self.filtered += block.filtered
+        self.checked += block.checked
+        self.bad += block.bad
 
 
 def prepare(
-    inputs: list[Path],
+    inputs: Sequence[str | Path],
     prefix: str,
     options: Options,
     workers: int = 1,
-    progress: Callable[[Encoded], None] = lambda batch: None,
+    *,
+    shard: tuple[int, int] = (0, 1),
+    resume: bool = False,
+    progress: Callable[[Encoded], None] = lambda block: None,
 ) -> Summary:
-    """Write `prefix`.bin, .idx and .json from the lines of all inputs, in order.
+    """Write `prefix`.bin, .idx and .json from all inputs (files, folders, patterns), or one shard of them, in order.
 
-    Documents without a token (after tokenizing, before the end-of-document id) are left out and counted. Any error
-    leaves no file of the corpus behind. `progress` is called after each batch.
+    Documents without a token (before the end-of-document id) are left out and counted. After an error or a kill the
+    work goes on with `resume` from the last input that was recorded as done; else nothing is left of it.
+    `progress` is called after each block.
     """
     tokenizer = load_tokenizer(options.tokenizer)
     require(
@@ -80,70 +77,50 @@ def prepare(
         f"the tokenizer {options.tokenizer} has no end-of-document id to append",
         DataError,
     )
-    readers.check_inputs(inputs)
     require(workers >= 1, f"workers={workers}, but it takes at least 1", DataError)
+    paths = find_inputs(inputs)
+    work = shares(paths, shard)
+    total = max(1, sum(path.stat().st_size for path in paths))
+    options = replace(options, checked_share=min(CHECKED_SHARE, CHECKED_BYTES / total))
+    manifest = _manifest(work, tokenizer, options, shard)
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     summary = Summary()
-    batches = _batches(itertools.chain.from_iterable(map(readers.read_lines, inputs)))
-    with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
-        encoded = map(_Encoder(tokenizer, options), batches) if workers == 1 else _parallel(batches, options, workers)
-        for batch in encoded:
-            if batch.error is not None:
-                raise DataError(batch.error)
-            writer.add_documents(batch.tokens, batch.lengths)
-            summary.empty += batch.empty
-            summary.bad += batch.bad
-            progress(batch)
-        summary.documents, summary.tokens = writer.num_documents, writer.num_tokens
-        writer.manifest = _manifest(inputs, tokenizer, options, summary)
+    with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size), resume=resume) as writer:
+        done = 0
+        if writer.recorded is not None:
+            require(
+                writer.recorded["manifest"] == manifest,
+                f"what {writer.partial}.* holds was prepared from other inputs or with other options; give the same "
+                f"command with --resume, or remove {writer.partial}.* to begin again",
+                DataError,
+            )
+            done, summary = writer.recorded["inputs_done"], _summary(writer.recorded["summary"])
+        stream = blocks(work, options.columns, done)
+        encoded = map(Encoder(tokenizer, options), stream) if workers == 1 else _parallel(stream, options, workers)
+        recorded = time.monotonic()
+        for block in encoded:
+            if block.error is not None:
+                raise DataError(block.error)
+            if block.input > done:
+                done = block.input
+                if time.monotonic() - recorded >= RECORD_EVERY:
+                    facts = {"manifest": manifest, "inputs_done": done, "summary": asdict(summary)}
+                    writer.record(facts)
+                    recorded = time.monotonic()
+            writer.add_documents(block.tokens, block.lengths)
+            summary.add(block)
+            progress(block)
+        counts = {"empty": summary.empty, "filtered": summary.filtered, "checked": summary.checked}
+        writer.manifest = manifest | counts | {"bad": dict(sorted(summary.bad.items()))}
     return summary
 
 
-class _Encoder:
-    """A batch of lines to a batch of documents."""
-
-    def __init__(self, tokenizer: Tokenizer, options: Options):
-        self.tokenizer, self.options = tokenizer, options
-        self.dtype = token_dtype(tokenizer.vocab_size)
-        self.eod = np.array([tokenizer.eod_id] if options.append_eod else [], dtype=np.int32)
-
-    def __call__(self, lines: list[readers.Line]) -> Encoded:
-        result = Encoded(np.empty(0, self.dtype), np.empty(0, np.int64), sum(len(line.raw) + 1 for line in lines))
-        texts = []
-        for line in lines:
-            try:
-                texts.append(readers.parse(line, self.options.key))
-            except readers.BadLine as bad:
-                if self.options.on_bad_line == "stop":
-                    result.error = str(bad)
-                    return result
-                result.bad[bad.reason] += 1
-        documents = [ids for ids in self.tokenizer.encode(texts) if len(ids)]
-        result.empty = len(texts) - len(documents)
-        if documents:
-            parts = [part for ids in documents for part in (ids, self.eod)]
-            tokens = np.concatenate(parts)
-            assert int(tokens.max()) < self.tokenizer.vocab_size
-            result.tokens = tokens.astype(self.dtype)
-            result.lengths = np.array([len(ids) + len(self.eod) for ids in documents], dtype=np.int64)
-        return result
+def _summary(saved: dict[str, Any]) -> Summary:
+    return Summary(**saved | {"bad": Counter(saved["bad"])})
 
 
-def _batches(lines: Iterator[readers.Line]) -> Iterator[list[readers.Line]]:
-    batch: list[readers.Line] = []
-    size = 0
-    for line in lines:
-        batch.append(line)
-        size += len(line.raw) + 1
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _parallel(batches: Iterator[list[readers.Line]], options: Options, workers: int) -> Iterator[Encoded]:
-    """Batch i goes to worker i % workers; results come back in order of i."""
+def _parallel(blocks: Iterator[Block], options: Options, workers: int) -> Iterator[Encoded]:
+    """Block i goes to worker i % workers; results come back in order of i."""
     context = multiprocessing.get_context("spawn")
     team: list[tuple[Any, Connection]] = []
     try:
@@ -154,10 +131,10 @@ def _parallel(batches: Iterator[list[readers.Line]], options: Options, workers: 
             theirs.close()
             team.append((process, ours))
         in_flight: deque[Connection] = deque()
-        for (_, connection), batch in zip(itertools.cycle(team), batches, strict=False):
+        for (_, connection), block in zip(itertools.cycle(team), blocks, strict=False):
             if len(in_flight) == IN_FLIGHT * workers:
                 yield _receive(in_flight.popleft())
-            _send(connection, batch)
+            _send(connection, block)
             in_flight.append(connection)
         while in_flight:
             yield _receive(in_flight.popleft())
@@ -168,9 +145,9 @@ def _parallel(batches: Iterator[list[readers.Line]], options: Options, workers: 
             process.join()
 
 
-def _send(connection: Connection, batch: list[readers.Line]) -> None:
+def _send(connection: Connection, block: Block) -> None:
     try:
-        connection.send(batch)
+        connection.send(block)
     except OSError as error:
         raise DataError("a worker ended before its work; was it killed, or the machine out of memory?") from error
 
@@ -185,20 +162,20 @@ def _receive(connection: Connection) -> Encoded:
 
 
 def _work(connection: Connection, options: Options) -> None:
-    """A worker process: answers each batch. It ends when its pipe does, so also when the main process is killed."""
+    """A worker process: answers each block. It ends when its pipe does, so also when the main process is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the main process ends the workers
-    encode = _Encoder(load_tokenizer(options.tokenizer), options)
-    waiting: queue.SimpleQueue[list[readers.Line] | None] = queue.SimpleQueue()
-    # a thread takes batches off the pipe at once: two full pipes would make both sides wait for each other
+    encode = Encoder(load_tokenizer(options.tokenizer), options)
+    waiting: queue.SimpleQueue[Block | None] = queue.SimpleQueue()
+    # a thread takes blocks off the pipe at once: two full pipes would make both sides wait for each other
     threading.Thread(target=_take, args=(connection, waiting), daemon=True).start()
-    while (batch := waiting.get()) is not None:
+    while (block := waiting.get()) is not None:
         try:
-            connection.send(encode(batch))
+            connection.send(encode(block))
         except BrokenPipeError:
             return
 
 
-def _take(connection: Connection, waiting: queue.SimpleQueue[list[readers.Line] | None]) -> None:
+def _take(connection: Connection, waiting: queue.SimpleQueue[Block | None]) -> None:
     try:
         while True:
             waiting.put(connection.recv())
@@ -206,19 +183,26 @@ def _take(connection: Connection, waiting: queue.SimpleQueue[list[readers.Line] 
         waiting.put(None)
 
 
-def _manifest(inputs: list[Path], tokenizer: Tokenizer, options: Options, summary: Summary) -> dict[str, Any]:
+def _manifest(work: Sequence[Input], tokenizer: Tokenizer, options: Options, shard: tuple[int, int]) -> dict[str, Any]:
+    fast = fast_backend(tokenizer) if options.backend == "auto" and options.columns.ids is None else None
     return {
-        "format": 1,
+        "format": 2,
         "tokenizer": {
             "name": tokenizer.name,
             "fingerprint": tokenizer.fingerprint,
             "vocab_size": tokenizer.vocab_size,
             "eod_id": tokenizer.eod_id,
         },
-        "key": options.key,
+        "backend": (fast or tokenizer).name,
+        "versions": {name: version(name) for name in LIBRARIES if find_spec(name) is not None},
+        "key": options.columns.text,
+        "ids_key": options.columns.ids,
+        "where": list(options.columns.where) if options.columns.where else None,
         "append_eod": options.append_eod,
         "on_bad_line": options.on_bad_line,
-        "empty": summary.empty,
-        "bad": dict(sorted(summary.bad.items())),
-        "inputs": [{"path": str(path), "bytes": path.stat().st_size} for path in inputs],
+        "shard": f"{shard[0]}/{shard[1]}",
+        "inputs": [
+            {"path": str(share.path), "bytes": share.path.stat().st_size, "begin": share.begin, "end": share.end}
+            for share in work
+        ],
     }

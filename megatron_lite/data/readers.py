@@ -1,123 +1,257 @@
-"""Documents out of JSON lines, plain, .gz or .zst, as a stream: one JSON object per line, the text under one key.
+"""Inputs of a corpus as blocks of about a megabyte: JSON lines (plain, .gz, .zst) or parquet, in order.
 
-Every line keeps its file, number and byte offset (of the decompressed text), so that an error can be found again.
-Blank lines are no documents. A compressed file that ends too early is an error, whatever the policy for bad lines.
+A block keeps where it was read, so that an error can be found again. Taking a block apart into documents is left to
+whoever encodes it (data/encode.py), on as many processes as there are.
+A shard K of N reads the K-th share of the bytes of all inputs: a plain .jsonl file may be cut between lines, any other
+file belongs to the shard in which it begins. Shards in order hold what one run over everything holds.
 """
 
 from __future__ import annotations
 
+import glob
 import gzip
+import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import IO, Any
 
-import orjson
+import numpy as np
 import zstandard
 
 from megatron_lite.errors import DataError, require
 
-CHUNK = 1 << 20  # bytes read at a time
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BLOCK = 1 << 20  # bytes, of text or of ids, that are handled together
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of an input file, not parsed yet."""
+@dataclass(frozen=True)
+class Input:
+    """One file, or a share of the lines of one."""
+
+    path: Path
+    begin: int = 0  # first byte: lines (of plain files) that begin in [begin, end)
+    end: int | None = None  # None: to the end
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive documents of one input, as they lie in it: `lines`, or `texts`, or `ids` with `lengths`."""
 
     file: str
-    number: int  # from 1
-    offset: int  # bytes before it
-    raw: bytes
+    input: int  # number of the input, from 0
+    consumed: int  # bytes of the file that were read for it
+    number: int | None  # of its first line or row, from 1, where it is known
+    offset: int = 0  # bytes of (decompressed) text before it
+    lines: bytes | None = None
+    texts: Sequence[str | None] | None = None
+    ids: np.ndarray | None = None  # [sum of lengths]
+    lengths: np.ndarray | None = None
 
-    def where(self, inside: int = 0) -> str:
-        """The place in words; `inside` = bytes from the start of the line."""
-        return f"{self.file}, line {self.number}, byte {self.offset + inside}"
-
-
-class BadLine(DataError):
-    """A line that holds no document; `reason` is what it is counted under."""
-
-    def __init__(self, line: Line, reason: str, detail: str = "", inside: int = 0):
-        super().__init__(f"{line.where(inside)}: {reason}{detail and f' ({detail})'}")
-        self.reason = reason
-
-
-def check_inputs(paths: list[Path]) -> None:
-    """DataError unless there is something to read and every file exists."""
-    require(bool(paths), "no input files", DataError)
-    for path in paths:
-        require(path.is_file(), f"the input {path} does not exist or is not a file", DataError)
+    def where(self, index: int, inside: int = 0) -> str:
+        """The place of a document in words: `index` lines or rows into the block, `inside` = bytes from its start."""
+        name = "row" if self.lines is None else "line"
+        number = "" if self.number is None else f", {name} {self.number + index}"
+        return f"{self.file}{number}" + ("" if self.lines is None else f", byte {self.offset + inside}")
 
 
-def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of one file that are not blank, in order."""
-    number, offset, rest = 0, 0, b""
-    for chunk in _chunks(path):
-        lines = (rest + chunk).split(b"\n")
-        rest = lines.pop()
-        for raw in lines:
-            number += 1
-            if raw and not raw.isspace():
-                yield Line(str(path), number, offset, raw)
-            offset += len(raw) + 1
-    if rest and not rest.isspace():
-        yield Line(str(path), number + 1, offset, rest)
+@dataclass(frozen=True)
+class Columns:
+    """What of each record is used."""
+
+    text: str | None  # the text is here
+    ids: str | None = None  # or ready token ids are here
+    where: tuple[str, str] | None = None  # only records whose column has this value
 
 
-def parse(line: Line, key: str) -> str:
-    """The text of a line, or BadLine with the reason."""
-    raw = line.raw
-    if line.offset == 0:
-        raw = raw.removeprefix(BYTE_ORDER_MARK)
-    try:
-        record = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
+def find_inputs(patterns: Sequence[str | Path]) -> list[Path]:
+    """Files, folders (every input in them, by name) and glob patterns, as files. DataError: something is not there."""
+    require(bool(patterns), "no input files", DataError)
+    found: list[Path] = []
+    for pattern in patterns:
+        path = Path(pattern)
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))
+            require(bool(inside), f"the folder {path} holds no input; {', '.join(SUFFIXES)} are read", DataError)
+            found += inside
+        elif path.is_file():
+            found.append(path)
+        else:
+            matches = sorted(Path(name) for name in glob.glob(str(pattern), recursive=True) if Path(name).is_file())
+            require(bool(matches), f"the input {pattern} does not exist or is not a file", DataError)
+            found += matches
+    return found
+
+
+def shares(paths: Sequence[Path], shard: tuple[int, int] = (0, 1)) -> list[Input]:
+    """The inputs of shard K of N (K = 0 … N-1)."""
+    at, count = shard
+    require(0 <= at < count, f"shard {at}/{count}: shards of {count} are 0/{count} to {count - 1}/{count}", DataError)
+    sizes = [path.stat().st_size for path in paths]
+    low, high = sum(sizes) * at // count, sum(sizes) * (at + 1) // count
+    mine, start = [], 0
+    for path, size in zip(paths, sizes, strict=True):
+        if _is_plain(path):
+            begin, end = max(low - start, 0), min(high - start, size)
+            if begin < end:
+                mine.append(Input(path, begin, None if end == size else end))
+        elif low <= start < high:
+            mine.append(Input(path))
+        start += size
+    return mine
+
+
+def blocks(inputs: Sequence[Input], columns: Columns, first: int = 0) -> Iterator[Block]:
+    """The blocks of inputs `first` … in order."""
+    for number, share in enumerate(inputs[first:], first):
+        if share.path.suffix == ".parquet":
+            yield from _parquet_blocks(share.path, number, columns)
+        else:
+            yield from _line_blocks(share, number)
+
+
+def _is_plain(path: Path) -> bool:
+    return path.suffix not in (".gz", ".zst", ".parquet")
+
+
+# ---- lines
+
+
+def _line_blocks(share: Input, number: int) -> Iterator[Block]:
+    line, offset = 1, share.begin
+    first: int | None = line if share.begin == 0 else None
+    pieces = _plain(share) if _is_plain(share.path) else _whole_lines(_decompressed(share.path))
+    for lines, consumed in pieces:
+        if share.begin and offset == share.begin:
+            offset = share.begin + consumed - len(lines)  # the line that was cut belongs to the shard before
+        yield Block(str(share.path), number, consumed, first, offset, lines=lines)
+        offset += len(lines)
+        if first is not None:
+            first += lines.count(b"\n")
+
+
+def _plain(share: Input) -> Iterator[tuple[bytes, int]]:
+    """(whole lines, bytes read for them) of an uncompressed file."""
+    with open(share.path, "rb") as file:
+        end = share.end if share.end is not None else os.fstat(file.fileno()).st_size
+        position, skipped = share.begin, 0
+        if share.begin:
+            file.seek(share.begin - 1)
+            skipped = len(file.readline()) - 1
+            position += skipped
+        while position < end:
+            lines = file.read(min(BLOCK, end - position))
+            if lines and not lines.endswith(b"\n"):
+                lines += file.readline()
+            if not lines:
+                return
+            yield lines, len(lines) + skipped
+            position, skipped = position + len(lines), 0
+
+
+def _whole_lines(chunks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
+    """Cut a stream of bytes at ends of lines."""
+    rest: list[bytes] = []
+    consumed = 0
+    for chunk, read in chunks:
+        consumed += read
+        cut = chunk.rfind(b"\n") + 1
+        if cut:
+            yield b"".join((*rest, chunk[:cut])), consumed
+            rest, consumed = [], 0
+        if chunk[cut:]:
+            rest.append(chunk[cut:])
+    if rest:
+        yield b"".join(rest), consumed
+
+
+def _decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
+    """(decompressed bytes, bytes of the file read for them)."""
+    with open(path, "rb") as file:
+        if path.suffix == ".zst":
+            yield from _zstd(path, file)
+            return
+        before = 0
         try:
-            raw.decode("utf-8")
-        except UnicodeDecodeError as invalid:
-            inside = invalid.start + len(line.raw) - len(raw)
-            raise BadLine(line, "not valid UTF-8", invalid.reason, inside) from error
-        raise BadLine(line, "not valid JSON", error.msg, error.pos) from error
-    if not isinstance(record, dict):
-        raise BadLine(line, "not a JSON object")
-    if key not in record:
-        raise BadLine(line, f"no key {key!r}", f"its keys are {sorted(record)}")
-    text = record[key]
-    if not isinstance(text, str):
-        raise BadLine(line, f"the value of {key!r} is not a string")
-    return text
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    """The decompressed bytes of a file."""
-    if path.suffix == ".gz":
-        try:
-            with gzip.open(path, "rb") as file:
-                while chunk := file.read(CHUNK):
-                    yield chunk
+            stream = gzip.GzipFile(fileobj=file)
+            while chunk := stream.read(BLOCK):
+                yield chunk, file.tell() - before
+                before = file.tell()
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(f"{path} is damaged or incomplete: {error}") from error
-    elif path.suffix == ".zst":
-        yield from _zstd_chunks(path)
-    else:
-        with open(path, "rb") as file:
-            while chunk := file.read(CHUNK):
-                yield chunk
 
 
-def _zstd_chunks(path: Path) -> Iterator[bytes]:
+def _zstd(path: Path, file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
     """Frame by frame: the library's stream reader would take a truncated frame for a finished one."""
     frame, begun = zstandard.ZstdDecompressor().decompressobj(), False
-    with open(path, "rb") as file:
-        while data := file.read(CHUNK):
-            while data:
-                try:
-                    yield frame.decompress(data)
-                except zstandard.ZstdError as error:
-                    raise DataError(f"{path} is damaged: {error}") from error
-                begun, data = True, b""
-                if frame.eof:
-                    data = frame.unused_data
-                    frame, begun = zstandard.ZstdDecompressor().decompressobj(), False
+    while data := file.read(BLOCK // 4):
+        read = len(data)
+        while data:
+            try:
+                yield frame.decompress(data), read
+            except zstandard.ZstdError as error:
+                raise DataError(f"{path} is damaged: {error}") from error
+            begun, data, read = True, b"", 0
+            if frame.eof:
+                data = frame.unused_data
+                frame, begun = zstandard.ZstdDecompressor().decompressobj(), False
     require(not begun, f"{path} is incomplete: it ends within a compressed frame", DataError)
+
+
+# ---- parquet
+
+
+def _parquet_blocks(path: Path, number: int, columns: Columns) -> Iterator[Block]:
+    require(
+        find_spec("pyarrow") is not None,
+        f"{path} is a parquet file, and pyarrow is not installed: pip install 'megatron-lite[parquet]'",
+        DataError,
+    )
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+    with file:
+        key = columns.ids or columns.text
+        wanted = [key, *([columns.where[0]] if columns.where else [])]
+        names = file.schema_arrow.names
+        missing = [name for name in wanted if name not in names]
+        require(not missing, f"{path} has no column {missing and missing[0]!r}; its columns are {names}", DataError)
+        kind = file.schema_arrow.field(key).type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        right = is_list and pa.types.is_integer(kind.value_type) if columns.ids else is_text
+        expected = "lists of integers" if columns.ids else "strings"
+        require(right, f"{path}: the column {key!r} holds {kind}, but {expected} are needed", DataError)
+        size, rows, row = path.stat().st_size, file.metadata.num_rows, 1
+        spent = 0
+        try:
+            for batch in file.iter_batches(_batch_rows(file), columns=wanted, use_threads=False):
+                table = batch
+                if columns.where:
+                    table = batch.filter(pc.equal(batch.column(columns.where[0]).cast(pa.string()), columns.where[1]))
+                done = size * (row + len(batch) - 1) // rows
+                first = None if columns.where else row  # rows left out are not counted
+                where: dict[str, Any] = {"file": str(path), "input": number, "consumed": done - spent, "number": first}
+                values = table.column(key)
+                if columns.ids:
+                    lengths = pc.fill_null(pc.list_value_length(values), -1).to_numpy(zero_copy_only=False)
+                    yield Block(**where, ids=values.flatten().to_numpy(), lengths=lengths.astype(np.int64))
+                else:
+                    yield Block(**where, texts=values.to_pylist())
+                row, spent = row + len(batch), done
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path} is damaged after row {row - 1}: {error}") from error
+
+
+def _batch_rows(file: Any) -> int:
+    """Rows that make about one block."""
+    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    size = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
+    return max(1, int(BLOCK / max(size, 1.0)))

@@ -7,7 +7,10 @@ control id. No tokenizer adds ids of its own before or after a text.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +20,7 @@ import orjson
 from megatron_lite.errors import DataError, require
 
 END_OF_TEXT = "<|endoftext|>"
+Ids = tuple[np.ndarray, np.ndarray]  # integers [sum of lengths], int64 [texts]
 
 
 class Tokenizer(Protocol):
@@ -27,8 +31,8 @@ class Tokenizer(Protocol):
     vocab_size: int  # largest id + 1
     eod_id: int | None  # put after each document when asked; None: this tokenizer has no such id
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, integer arrays."""
+    def encode(self, texts: list[str]) -> Ids:
+        """The ids of all texts laid end to end, and how many each has."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids. An id the tokenizer does not have becomes the replacement character."""
@@ -42,9 +46,10 @@ class ByteTokenizer:
     vocab_size = 257
     eod_id: int | None = 256
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
+    def encode(self, texts: list[str]) -> Ids:
         """One id per byte."""
-        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32) for text in texts]
+        raws = [text.encode("utf-8") for text in texts]
+        return np.frombuffer(b"".join(raws), dtype=np.uint8).astype(np.int32), _lengths(raws)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Bytes that are not UTF-8 become the replacement character."""
@@ -69,9 +74,9 @@ class SentencePieceTokenizer:
         eos = int(self._model.eos_id())
         self.eod_id: int | None = eos if eos >= 0 else None
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of each text, on one thread."""
-        return [np.array(ids, dtype=np.int32) for ids in self._model.encode(texts, out_type=int, num_threads=1)]
+    def encode(self, texts: list[str]) -> Ids:
+        """On one thread."""
+        return _end_to_end(self._model.encode(texts, out_type=int, num_threads=1))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Control ids have no text."""
@@ -90,6 +95,7 @@ class JsonTokenizer:
     def __init__(self, path: Path):
         import tokenizers
 
+        self.path = path
         self.name = f"tokenizers:{path.name}"
         self.fingerprint = _sha256(path)
         try:
@@ -105,10 +111,10 @@ class JsonTokenizer:
         eod = END_OF_TEXT if END_OF_TEXT in vocabulary else _named_eos(path.with_name("tokenizer_config.json"))
         self.eod_id: int | None = vocabulary.get(eod) if eod is not None else None
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of each text, on one thread: the library spreads a batch of more than one text over all cores."""
+    def encode(self, texts: list[str]) -> Ids:
+        """On one thread: the library spreads a batch of more than one text over all cores."""
         encode = self._model.encode_batch_fast  # as `encode`, without the offsets nobody asked for
-        return [np.array(encode([text], add_special_tokens=False)[0].ids, dtype=np.int32) for text in texts]
+        return _end_to_end([encode([text], add_special_tokens=False)[0].ids for text in texts])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Control ids are written out."""
@@ -119,6 +125,41 @@ class JsonTokenizer:
             else:
                 runs.append([])
         return "\ufffd".join(str(self._model.decode(run, skip_special_tokens=False)) for run in runs)
+
+
+class FastBackend:
+    """The ids of a tokenizer.json by gigatoken, many times as fast as the tokenizers library on the same text.
+
+    Left out of the copy it reads: special tokens, so that text that looks like one stays text, and what adds ids.
+    """
+
+    def __init__(self, tokenizer: JsonTokenizer):
+        import gigatoken
+        import tokenizers
+
+        self.name = f"gigatoken {version('gigatoken')}"
+        table = orjson.loads(tokenizer.path.read_bytes())
+        table["added_tokens"] = [token for token in table.get("added_tokens", []) if not token.get("special")]
+        table |= {"post_processor": None, "truncation": None, "padding": None}
+        self._model = gigatoken.Tokenizer(tokenizers.Tokenizer.from_str(orjson.dumps(table).decode()))
+
+    def encode(self, texts: list[str]) -> Ids:
+        """On one thread."""
+        if not texts:
+            return _end_to_end([])
+        layout = self._model.encode_batch([text.encode("utf-8") for text in texts], parallel=False).layout
+        offsets = np.asarray(layout.offsets)
+        return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
+
+
+def fast_backend(tokenizer: Tokenizer) -> FastBackend | None:
+    """A faster way to the same ids, where there is one and its package is installed."""
+    if not isinstance(tokenizer, JsonTokenizer) or find_spec("gigatoken") is None:
+        return None
+    try:
+        return FastBackend(tokenizer)
+    except (ValueError, TypeError, RuntimeError):  # a kind of tokenizer that it does not know
+        return None
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -141,6 +182,15 @@ def load_tokenizer(path: str) -> Tokenizer:
         DataError,
     )
     return SentencePieceTokenizer(file) if file.suffix == ".model" else JsonTokenizer(file)
+
+
+def _end_to_end(ids: Sequence[Sequence[int]]) -> Ids:
+    lengths = _lengths(ids)
+    return np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int32, count=int(lengths.sum())), lengths
+
+
+def _lengths(parts: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
 
 
 def _named_eos(config: Path) -> str | None:

@@ -36,18 +36,22 @@ from megatron_lite.errors import DataError, require
 
 
 class IndexedWriter:
-    """Writes a pair; a context manager. Leaving it normally publishes the pair, leaving it by an error leaves nothing.
+    """Writes a pair; a context manager. Leaving it normally publishes the pair.
 
+    Leaving it by an error leaves nothing, unless `record` made a point durable: then what was written is kept, and a
+    writer opened with `resume` begins at that point with `recorded` set to what was given then.
     `manifest`, when set before leaving, is published as PREFIX.json together with the counts kept here.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype[Any] | type):
+    def __init__(self, prefix: str | Path, dtype: np.dtype[Any] | type, *, resume: bool = False):
         """`dtype` is one of DTYPES; `token_dtype` chooses it from the size of a vocabulary."""
         self.prefix, self.dtype = str(prefix), np.dtype(dtype).newbyteorder("<")
         require(self.dtype in CODES, f"tokens cannot be stored as {self.dtype}; known are {DTYPES}", DataError)
         self.partial = f"{prefix}.partial"
         self.num_documents, self.num_tokens, self.max_id = 0, 0, -1
         self.manifest: dict[str, Any] | None = None
+        self.resume = resume
+        self.recorded: dict[str, Any] | None = None
 
     def __enter__(self) -> Self:
         folder = bin_path(self.prefix).parent
@@ -56,12 +60,46 @@ class IndexedWriter:
             self._tokens = open(bin_path(self.partial), "ab")
         try:
             _lock(self._tokens)
-            self._tokens.truncate(0)
-            self._lengths = open(f"{self.partial}.lengths", "w+b")
+            self._lengths = open(f"{self.partial}.lengths", "ab")
+            self._begin()
         except BaseException:
             self._tokens.close()
             raise
         return self
+
+    def _begin(self) -> None:
+        """Go on from the recorded point, or from nothing."""
+        point = manifest_path(self.partial)
+        if point.is_file():
+            counts = orjson.loads(point.read_bytes())
+            require(
+                self.resume,
+                f"an interrupted preparation of {self.prefix} with {counts['documents']} documents is there; go on "
+                f"from it with --resume, or remove {self.partial}.* to begin again",
+                DataError,
+            )
+            require(
+                counts["dtype"] == self.dtype.name,
+                f"{self.partial}.bin holds {counts['dtype']}, but this preparation writes {self.dtype.name}",
+                DataError,
+            )
+            self.num_documents, self.num_tokens, self.max_id = counts["documents"], counts["tokens"], counts["max_id"]
+            self.recorded = counts["recorded"]
+        for file, size in (
+            (self._tokens, self.num_tokens * self.dtype.itemsize),
+            (self._lengths, 4 * self.num_documents),
+        ):
+            have = os.fstat(file.fileno()).st_size
+            require(have >= size, f"{file.name} has {have} bytes of {size}; remove {self.partial}.*", DataError)
+            file.truncate(size)
+
+    def record(self, progress: dict[str, Any]) -> None:
+        """Make what was written so far durable, with what the caller needs to go on from here."""
+        sync(self._tokens)
+        sync(self._lengths)
+        self.recorded = progress
+        with atomic_file(manifest_path(self.partial)) as file:
+            file.write(orjson.dumps(self._counts() | {"recorded": progress}))
 
     def add_document(self, tokens: np.ndarray | Sequence[int]) -> None:
         """Append one document, a sequence of ids."""
@@ -98,8 +136,10 @@ class IndexedWriter:
         finally:
             self._tokens.close()
             self._lengths.close()
-            for path in (bin_path(self.partial), idx_path(self.partial), Path(self._lengths.name)):
-                path.unlink(missing_ok=True)
+            idx_path(self.partial).unlink(missing_ok=True)
+            if kind is None or self.recorded is None:
+                for path in (manifest_path(self.partial), bin_path(self.partial), Path(self._lengths.name)):
+                    path.unlink(missing_ok=True)
 
     def _publish(self) -> None:
         """Index, self-check, then names: an old index goes first and the new one comes last."""
@@ -139,15 +179,17 @@ class IndexedWriter:
         if self.manifest is None:
             path.unlink(missing_ok=True)  # one from an earlier preparation would describe other tokens
             return
-        counts = {
+        with atomic_file(path) as file:
+            file.write(orjson.dumps(self.manifest | self._counts(), option=orjson.OPT_INDENT_2) + b"\n")
+
+    def _counts(self) -> dict[str, Any]:
+        return {
             "documents": self.num_documents,
             "tokens": self.num_tokens,
             "max_id": self.max_id,
             "dtype": self.dtype.name,
             "bin_bytes": self.num_tokens * self.dtype.itemsize,
         }
-        with atomic_file(path) as file:
-            file.write(orjson.dumps(self.manifest | counts, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def _lock(file: IO[bytes]) -> None:

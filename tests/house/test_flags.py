@@ -14,7 +14,8 @@ FLAGS = {
     "pretrain.py": {"--recipe", "--stage", "--set", "--resume", "--dry-run", "--world-size"},
     "tools/convert_hf.py": {"--hf", "--checkpoint", "--family", "--dtype", "--tokenizer", "--shard-size"},
     "tools/preprocess_data.py": {
-        *("--input", "--output-prefix", "--tokenizer", "--key", "--append-eod", "--workers", "--on-bad-line"),
+        *("--input", "--output-prefix", "--tokenizer", "--key", "--ids-key", "--where", "--append-eod", "--workers"),
+        *("--on-bad-line", "--shard", "--resume", "--backend"),
     },
 }
 

@@ -115,7 +115,7 @@ def test_export_gives_the_same_weights_to_the_bit(smollm2, tmp_path):
 def test_twenty_steps_more_have_the_losses_of_a_plain_loop(smollm2, tp, tmp_path):
     theirs, folder, checkpoint = smollm2
     tokenizer = load_tokenizer(str(folder))
-    write_corpus(tmp_path / "topics", tokenizer.encode([topics[name] for name in sorted(topics)]))
+    write_corpus(tmp_path / "topics", [tokenizer.encode([topics[name]])[0] for name in sorted(topics)])
     stage = {
         "name": "more", "steps": 20, "seq_len": 96, "batch_tokens": 192, "micro_batch": 1, "blend": {"topics": 1.0},
         "lr": {"peak": 1e-4, "warmup_steps": 5},
