@@ -15,6 +15,7 @@ data/writer.py writes pairs, index last: where an index lies, the pair is whole.
 
 from __future__ import annotations
 
+import glob
 import os
 import secrets
 import struct
@@ -242,6 +243,12 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def remove_stale(path: Path) -> None:
+    """Remove what killed writers of `path` left; only for who knows that nobody else writes it now."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.partial-*"):
+        left.unlink(missing_ok=True)
 
 
 @contextmanager

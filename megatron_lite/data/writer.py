@@ -29,6 +29,7 @@ from megatron_lite.data.indexed import (
     idx_path,
     manifest_path,
     naming,
+    remove_stale,
     sync,
     sync_folder,
 )
@@ -70,6 +71,8 @@ class IndexedWriter:
     def _begin(self) -> None:
         """Go on from the recorded point, or from nothing."""
         point = manifest_path(self.partial)
+        for path in (point, manifest_path(self.prefix)):
+            remove_stale(path)
         if point.is_file():
             counts = orjson.loads(point.read_bytes())
             require(
