@@ -67,11 +67,13 @@ class Encoder:
         self.tokenizer, self.options = tokenizer, options
         self.dtype = token_dtype(tokenizer.vocab_size)
         self.eod = tokenizer.eod_id if options.append_eod else None
-        self.fast = fast_backend(tokenizer) if options.backend == "auto" else None
+        wanted = options.backend == "auto" and options.columns.ids is None
+        self.fast = fast_backend(tokenizer) if wanted else None
         self._seen = -1  # the input whose first block was checked last
 
     def __call__(self, block: Block) -> Encoded:
         """The documents of a block in order; bad records are counted, or the first one is the error."""
+        block = block.loaded()
         result = Encoded(np.empty(0, self.dtype), np.empty(0, np.int64), block.input, block.consumed)
         try:
             if block.ids is not None and block.lengths is not None:

@@ -25,7 +25,7 @@ from typing import Any
 from megatron_lite.data.encode import CHECKED_BYTES, CHECKED_SHARE, Encoded, Encoder, Options
 from megatron_lite.data.indexed import token_dtype
 from megatron_lite.data.readers import Block, Input, blocks, find_inputs, shares
-from megatron_lite.data.tokenizer import Tokenizer, fast_backend, load_tokenizer
+from megatron_lite.data.tokenizer import load_tokenizer
 from megatron_lite.data.writer import IndexedWriter
 from megatron_lite.errors import DataError, require
 
@@ -82,7 +82,8 @@ def prepare(
     work = shares(paths, shard)
     total = max(1, sum(path.stat().st_size for path in paths))
     options = replace(options, checked_share=min(CHECKED_SHARE, CHECKED_BYTES / total))
-    manifest = _manifest(work, tokenizer, options, shard)
+    encoder = Encoder(tokenizer, options)
+    manifest = _manifest(work, encoder, shard)
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     summary = Summary()
     with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size), resume=resume) as writer:
@@ -96,7 +97,7 @@ def prepare(
             )
             done, summary = writer.recorded["inputs_done"], _summary(writer.recorded["summary"])
         stream = blocks(work, options.columns, done)
-        encoded = map(Encoder(tokenizer, options), stream) if workers == 1 else _parallel(stream, options, workers)
+        encoded = map(encoder, stream) if workers == 1 else _parallel(stream, options, workers)
         recorded = time.monotonic()
         for block in encoded:
             if block.error is not None:
@@ -183,8 +184,8 @@ def _take(connection: Connection, waiting: queue.SimpleQueue[Block | None]) -> N
         waiting.put(None)
 
 
-def _manifest(work: Sequence[Input], tokenizer: Tokenizer, options: Options, shard: tuple[int, int]) -> dict[str, Any]:
-    fast = fast_backend(tokenizer) if options.backend == "auto" and options.columns.ids is None else None
+def _manifest(work: Sequence[Input], encoder: Encoder, shard: tuple[int, int]) -> dict[str, Any]:
+    tokenizer, options = encoder.tokenizer, encoder.options
     return {
         "format": 2,
         "tokenizer": {
@@ -193,7 +194,7 @@ def _manifest(work: Sequence[Input], tokenizer: Tokenizer, options: Options, sha
             "vocab_size": tokenizer.vocab_size,
             "eod_id": tokenizer.eod_id,
         },
-        "backend": (fast or tokenizer).name,
+        "backend": (encoder.fast or tokenizer).name,
         "versions": {name: version(name) for name in LIBRARIES if find_spec(name) is not None},
         "key": options.columns.text,
         "ids_key": options.columns.ids,

@@ -1,7 +1,7 @@
 """Inputs of a corpus as blocks of about a megabyte: JSON lines (plain, .gz, .zst) or parquet, in order.
 
 A block keeps where it was read, so that an error can be found again. Taking a block apart into documents is left to
-whoever encodes it (data/encode.py), on as many processes as there are.
+whoever encodes it (data/encode.py), on as many processes as there are; so is reading a plain file.
 A shard K of N reads the K-th share of the bytes of all inputs: a plain .jsonl file may be cut between lines, any other
 file belongs to the shard in which it begins. Shards in order hold what one run over everything holds.
 """
@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import glob
 import gzip
-import os
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +23,7 @@ import zstandard
 from megatron_lite.errors import DataError, require
 
 BLOCK = 1 << 20  # bytes, of text or of ids, that are handled together
+COUNTED = 10 << 30  # bytes of a file that are read again to tell the number of a bad line
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
 
 
@@ -38,23 +38,35 @@ class Input:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive documents of one input, as they lie in it: `lines`, or `texts`, or `ids` with `lengths`."""
+    """Consecutive documents of one input, as they lie in it: `lines` (perhaps to be loaded), `texts`, or `ids`."""
 
     file: str
     input: int  # number of the input, from 0
     consumed: int  # bytes of the file that were read for it
     number: int | None  # of its first line or row, from 1, where it is known
     offset: int = 0  # bytes of (decompressed) text before it
+    end: int | None = None  # of a plain file: the lines that begin in [offset, end), left to be read by `loaded`
     lines: bytes | None = None
     texts: Sequence[str | None] | None = None
     ids: np.ndarray | None = None  # [sum of lengths]
     lengths: np.ndarray | None = None
 
+    def loaded(self) -> Block:
+        """The block with its documents."""
+        if self.end is None:
+            return self
+        lines, skipped = _read_lines(Path(self.file), self.offset, self.end)
+        return replace(self, lines=lines, offset=self.offset + skipped, end=None)
+
     def where(self, index: int, inside: int = 0) -> str:
         """The place of a document in words: `index` lines or rows into the block, `inside` = bytes from its start."""
-        name = "row" if self.lines is None else "line"
-        number = "" if self.number is None else f", {name} {self.number + index}"
-        return f"{self.file}{number}" + ("" if self.lines is None else f", byte {self.offset + inside}")
+        if self.lines is None:
+            return self.file if self.number is None else f"{self.file}, row {self.number + index}"
+        number = self.number
+        if number is None and self.offset <= COUNTED:
+            number = 1 + _newlines(Path(self.file), self.offset)
+        line = "" if number is None else f", line {number + index}"
+        return f"{self.file}{line}, byte {self.offset + inside}"
 
 
 @dataclass(frozen=True)
@@ -120,35 +132,42 @@ def _is_plain(path: Path) -> bool:
 
 
 def _line_blocks(share: Input, number: int) -> Iterator[Block]:
-    line, offset = 1, share.begin
-    first: int | None = line if share.begin == 0 else None
-    pieces = _plain(share) if _is_plain(share.path) else _whole_lines(_decompressed(share.path))
-    for lines, consumed in pieces:
-        if share.begin and offset == share.begin:
-            offset = share.begin + consumed - len(lines)  # the line that was cut belongs to the shard before
-        yield Block(str(share.path), number, consumed, first, offset, lines=lines)
+    if _is_plain(share.path):
+        stop = share.path.stat().st_size if share.end is None else share.end
+        for begin in range(share.begin, stop, BLOCK):
+            end = min(begin + BLOCK, stop)
+            yield Block(str(share.path), number, end - begin, 1 if begin == 0 else None, begin, end)
+        return
+    line, offset = 1, 0
+    for lines, consumed in _whole_lines(_decompressed(share.path)):
+        yield Block(str(share.path), number, consumed, line, offset, lines=lines)
         offset += len(lines)
-        if first is not None:
-            first += lines.count(b"\n")
+        line += lines.count(b"\n")
 
 
-def _plain(share: Input) -> Iterator[tuple[bytes, int]]:
-    """(whole lines, bytes read for them) of an uncompressed file."""
-    with open(share.path, "rb") as file:
-        end = share.end if share.end is not None else os.fstat(file.fileno()).st_size
-        position, skipped = share.begin, 0
-        if share.begin:
-            file.seek(share.begin - 1)
+def _read_lines(path: Path, begin: int, end: int) -> tuple[bytes, int]:
+    """The lines that begin in [begin, end), and the bytes from `begin` to the first of them."""
+    with open(path, "rb") as file:
+        skipped = 0
+        if begin:
+            file.seek(begin - 1)
             skipped = len(file.readline()) - 1
-            position += skipped
-        while position < end:
-            lines = file.read(min(BLOCK, end - position))
-            if lines and not lines.endswith(b"\n"):
-                lines += file.readline()
-            if not lines:
-                return
-            yield lines, len(lines) + skipped
-            position, skipped = position + len(lines), 0
+        if begin + skipped >= end:
+            return b"", skipped
+        lines = file.read(end - begin - skipped)
+        if not lines.endswith(b"\n"):
+            lines += file.readline()
+        return lines, skipped
+
+
+def _newlines(path: Path, stop: int) -> int:
+    """Ends of lines before byte `stop`."""
+    found = 0
+    with open(path, "rb") as file:
+        while stop > 0 and (chunk := file.read(min(stop, 1 << 24))):
+            found += chunk.count(b"\n")
+            stop -= len(chunk)
+    return found
 
 
 def _whole_lines(chunks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:

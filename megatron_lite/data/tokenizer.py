@@ -135,13 +135,12 @@ class FastBackend:
 
     def __init__(self, tokenizer: JsonTokenizer):
         import gigatoken
-        import tokenizers
 
         self.name = f"gigatoken {version('gigatoken')}"
         table = orjson.loads(tokenizer.path.read_bytes())
         table["added_tokens"] = [token for token in table.get("added_tokens", []) if not token.get("special")]
         table |= {"post_processor": None, "truncation": None, "padding": None}
-        self._model = gigatoken.Tokenizer(tokenizers.Tokenizer.from_str(orjson.dumps(table).decode()))
+        self._model = gigatoken.Tokenizer.from_json(orjson.dumps(table))
 
     def encode(self, texts: list[str]) -> Ids:
         """On one thread."""
