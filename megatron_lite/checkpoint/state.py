@@ -11,7 +11,10 @@ VERSION = 1
 
 # What a stage may not change once it has begun: it would be another model, or another order of samples.
 _FIXED_TOP = ("seed", "model")
-_FIXED_STAGE = ("name", "seq_len", "batch_tokens", "rope_theta", "rope_scaling", "packing", "mask_documents", "blend")
+_FIXED_STAGE = (
+    *("name", "seq_len", "batch_tokens", "rope_theta", "rope_scaling"),
+    *("packing", "mask_documents", "blend", "fractions"),
+)
 # Says where a preset came from, or how rows are padded in memory: no part of what the model computes.
 _FREE_MODEL = ("model.preset", "model.vocab_multiple")
 
@@ -58,7 +61,8 @@ def compare_recipes(saved: dict[str, Any], now: dict[str, Any], stage: int) -> l
     seed, a source in use or a field of the stage that decides the order of samples changed; lists all of them.
     """
     before, after = _flatten(saved), _flatten(now)
-    used = set(saved["stages"][stage]["blend"]) if stage < len(saved["stages"]) else set()
+    mixed = saved["stages"][stage] if stage < len(saved["stages"]) else {}
+    used = set(mixed.get("blend") or mixed.get("fractions") or {})
     accepted: list[str] = []
     refused: list[str] = []
     for key in dict.fromkeys([*before, *after]):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from megatron_lite.config.data_rules import DATA_RECIPE_RULES, DATA_STAGE_RULES
 from megatron_lite.config.layout_rules import LAYOUT_RULES
 from megatron_lite.config.rules import MODEL_RULES, RECIPE_RULES, STAGE_RULES
 from megatron_lite.config.schema import Recipe
@@ -39,10 +40,10 @@ def violations(
     recipe: Recipe, world_size: int | None = None, stage: int | None = None, *, sized: bool = True
 ) -> list[Violation]:
     """Every violation of a rule; see check. Not `sized`: the number of ranks is unknown, its rules are not asked."""
-    found = [violation for rule in RECIPE_RULES for violation in rule(recipe)]
+    found = [violation for rule in (*RECIPE_RULES, *DATA_RECIPE_RULES) for violation in rule(recipe)]
     found += [violation for rule in MODEL_RULES for violation in rule(recipe.model)]
     for view in _views(recipe, world_size, stage, sized):
-        found += [violation for rule in (*STAGE_RULES, *LAYOUT_RULES) for violation in rule(view)]
+        found += [violation for rule in (*STAGE_RULES, *DATA_STAGE_RULES, *LAYOUT_RULES) for violation in rule(view)]
     return list({violation.message: violation for violation in found}.values())
 
 

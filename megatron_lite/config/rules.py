@@ -1,16 +1,16 @@
 """Rules that need more than one field: one function each, with numbers and what to change in every message.
 
-Those of the layout are in layout_rules.py. What depends on the machine (files, kernels) is checked where it is opened.
+Those of data are in data_rules.py, those of the layout in layout_rules.py. What depends on the machine (files, kernels)
+is checked where it is opened.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.schema import Recipe, Source
-from megatron_lite.config.suggest import did_you_mean
+from megatron_lite.config.schema import Recipe
 from megatron_lite.config.violation import Found, StageView, Violation
 
 # --- the recipe as a whole ---
@@ -37,25 +37,6 @@ def first_stage_starts_once(recipe: Recipe) -> Found:
         )
 
 
-def source_lengths_leave_something(recipe: Recipe) -> Found:
-    """min_length <= max_length."""
-    for where, source in _all_sources(recipe):
-        if source.max_length is not None and source.min_length > source.max_length:
-            yield Violation(
-                (f"{where}.min_length", f"{where}.max_length"),
-                f"{where}: min_length={source.min_length} is above max_length={source.max_length}, "
-                "which leaves no document",
-            )
-
-
-def validation_has_no_epochs(recipe: Recipe) -> Found:
-    """Validation sets are read once, from their start."""
-    for name, source in recipe.validation.items():
-        if source.max_epochs is not None:
-            where = f"validation.{name}.max_epochs"
-            yield Violation((where,), f"{where} has no meaning: a validation set is read once; remove it")
-
-
 def evaluation_has_sets(recipe: Recipe) -> Found:
     """Evaluating every so often needs something to evaluate on."""
     if recipe.evaluation.every and not recipe.validation:
@@ -63,11 +44,6 @@ def evaluation_has_sets(recipe: Recipe) -> Found:
             ("evaluation.every", "validation"),
             f"evaluation.every={recipe.evaluation.every} but there is no [validation.NAME]; add one or set it to 0",
         )
-
-
-def _all_sources(recipe: Recipe) -> Iterator[tuple[str, Source]]:
-    yield from ((f"sources.{name}", source) for name, source in recipe.sources.items())
-    yield from ((f"validation.{name}", source) for name, source in recipe.validation.items())
 
 
 # --- the model ---
@@ -257,36 +233,9 @@ def context_fits_the_positions(view: StageView) -> Found:
         )
 
 
-# --- the data of a stage ---
-
-
-def blend_names_exist(view: StageView) -> Found:
-    """Every name of a blend is one of [sources]."""
-    sources = view.recipe.sources
-    for name in view.stage.blend:
-        if name not in sources:
-            yield view.says(
-                f"{view.where}: blend names '{name}', which is not in [sources] ({', '.join(sources) or 'empty'})"
-                f"{did_you_mean(name, sources)}",
-                *("blend", "sources"),
-            )
-
-
-def blend_weights_are_proportions(view: StageView) -> Found:
-    """Weights are 0 or more, and some weight is above 0."""
-    blend = view.stage.blend
-    for name, weight in blend.items():
-        if weight < 0:
-            yield view.says(f"{view.where}: blend weight {name}={weight:g} is negative; use 0 or more", "blend")
-    if not any(weight > 0 for weight in blend.values()):
-        yield view.says(f"{view.where}: the blend {blend} has no weight above 0; give one source a weight", "blend")
-
-
 RECIPE_RULES: tuple[Callable[[Recipe], Found], ...] = (
     stage_names_are_distinct,
     first_stage_starts_once,
-    source_lengths_leave_something,
-    validation_has_no_epochs,
     evaluation_has_sets,
 )
 MODEL_RULES: tuple[Callable[[ModelConfig], Found], ...] = (
@@ -304,6 +253,4 @@ STAGE_RULES: tuple[Callable[[StageView], Found], ...] = (
     schedule_fits_into_stage,
     rate_does_not_rise_to_its_end,
     context_fits_the_positions,
-    blend_names_exist,
-    blend_weights_are_proportions,
 )

@@ -10,6 +10,7 @@ from megatron_lite.config.model import ModelConfig, RopeScaling
 from megatron_lite.config.section import Section
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]  # no dots: --set divides keys at them
+Weight = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -102,7 +103,12 @@ class Source(Section):
     """One corpus of a blend."""
 
     path: str = Field(min_length=1)  # prefix of a .bin/.idx pair
-    max_epochs: float | None = Field(default=None, gt=0)  # error when a stage would need more
+    split: tuple[Weight, ...] | None = Field(
+        default=None, strict=False, min_length=1
+    )  # of contiguous parts, by documents
+    part: int | None = Field(default=None, ge=0)  # which of them this section reads, from 0
+    max_epochs: float | None = Field(default=None, gt=0)  # default: read again as often as a stage needs
+    when_exhausted: Literal["error", "stop"] = "error"  # a stage that needs more: refused, or ends before that step
     min_length: int = Field(default=0, ge=0)  # documents shorter than this are left out (tokens)
     max_length: int | None = Field(default=None, ge=1)  # longer ones are left out
 
@@ -142,15 +148,21 @@ class Stage(Section):
     micro_batch: int = Field(gt=0)  # rows of one forward on one rank
     rope_theta: float | None = Field(default=None, gt=0)  # default: the model's
     rope_scaling: RopeScaling | None = None
-    packing: Literal["concat"] = "concat"
+    packing: Literal["concat", "best_fit"] = "concat"  # cut documents at row ends, or keep them whole where they fit
     mask_documents: bool = False  # attention and positions stay inside a document
-    blend: dict[str, float]  # source -> weight; weights are normalised
+    blend: dict[str, float] | None = None  # source -> share of the tokens, normalised; exactly one of the two
+    fractions: dict[str, float] | None = None  # source -> how much of it, 1.0 = all its rows, once per round
     start: str = "previous"  # previous | random | a checkpoint folder
     moments: Literal["keep", "reset"] = "keep"  # of the optimizer, when starting from a checkpoint
     lr: Schedule
     parallel: dict[str, Any] = {}  # overrides of [parallel] for this stage
     kernels: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}
+
+    @property
+    def mixture(self) -> dict[str, float]:
+        """`blend` or `fractions`: which sources, and how much of each."""
+        return self.blend or self.fractions or {}
 
     @property
     def num_steps(self) -> int:

@@ -28,16 +28,21 @@ ROUNDS = 8
 N = TypeVar("N", int, np.ndarray)  # one index, or a uint64 array of them
 
 
-def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
+def integer_weights(weights: Mapping[str, float | Fraction]) -> dict[str, int]:
     """Weights as written (0.1 is 1/10), as the smallest integers in the same proportion, sorted by name."""
     for name, weight in weights.items():
         require(math.isfinite(weight) and weight >= 0, f"weight {weight} of {name} is not a number >= 0")
-    exact = {name: Fraction(repr(weights[name])) for name in sorted(weights)}
+    exact = {name: exactly(weights[name]) for name in sorted(weights)}
     require(sum(exact.values()) > 0, f"no source has a weight over 0 in the blend {dict(weights)}")
     common = math.lcm(*(weight.denominator for weight in exact.values()))
     scaled = {name: int(weight * common) for name, weight in exact.items()}
     divisor = math.gcd(*scaled.values())
     return {name: weight // divisor for name, weight in scaled.items()}
+
+
+def exactly(number: float | Fraction) -> Fraction:
+    """A number as it is written: 0.1 is 1/10."""
+    return number if isinstance(number, Fraction) else Fraction(repr(number))
 
 
 def deal(weights: list[int]) -> Iterator[int]:
@@ -63,7 +68,7 @@ class Blend:
     One period of the deal is kept, or as much of it as was asked for: 10 bytes per row.
     """
 
-    def __init__(self, weights: Mapping[str, float]):
+    def __init__(self, weights: Mapping[str, float | Fraction]):
         """`weights` need not sum to 1. A source with weight 0 is never dealt."""
         self.weights = integer_weights(weights)
         self.names = list(self.weights)

@@ -33,11 +33,13 @@ class Survey:
 
 
 @dataclass(frozen=True)
-class Documents:
-    """The documents of a source, laid end to end as one stream."""
+class Stream:
+    """What rows are cut from: pieces of documents, laid end to end."""
 
-    starts: np.ndarray  # int64 [documents + 1], where each starts in the stream, and the end
-    places: np.ndarray | None  # int64 [documents], where each starts in PREFIX.bin; None: the stream is PREFIX.bin
+    starts: (
+        np.ndarray
+    )  # int64 [pieces + 1], where each starts in the stream (the first may start anywhere), and the end
+    places: np.ndarray | None  # int64 [pieces], where each starts in PREFIX.bin, or packing.PADDING; None: at `starts`
 
 
 def survey(dataset: IndexedDataset, cache: Path) -> Survey:
@@ -57,25 +59,47 @@ def survey(dataset: IndexedDataset, cache: Path) -> Survey:
     return found
 
 
-def documents(dataset: IndexedDataset, min_length: int, max_length: int | None, cache: Path) -> Documents:
-    """The documents with min_length <= length <= max_length tokens, from the cache or put there."""
-    path = _entry(cache, "documents", f"{identity(dataset)} {min_length} {max_length}", ".npy")
+def documents(
+    dataset: IndexedDataset, span: tuple[int, int], min_length: int, max_length: int | None, cache: Path
+) -> Stream:
+    """The documents span[0] … span[1] - 1 with min_length <= length <= max_length tokens, from the cache or put there.
+
+    Each is one piece, in the order of the corpus.
+    """
+    path = _entry(cache, "documents", _selection(dataset, span, min_length, max_length), ".npy")
     if not path.is_file():
-        edges = dataset.document_starts()
+        edges = dataset.document_starts()[span[0] : span[1] + 1]
         lengths = np.diff(edges)
         kept = packing.kept_documents(lengths, min_length, max_length)
         require(
             kept.size > 0,
-            f"none of the {dataset.num_documents} documents of {dataset.prefix} has between min_length={min_length} "
+            f"none of the {len(lengths)} documents of {dataset.prefix} has between min_length={min_length} "
             f"and max_length={max_length} tokens; the longest has {int(lengths.max())}",
             DataError,
         )
-        starts = packing.stream_starts(lengths[kept])
-        whole = starts[-1] == dataset.num_tokens
-        with atomic_file(path) as file:
-            np.save(file, starts if whole else np.stack([starts, np.append(edges[kept], 0)]))
-    table = np.load(path, mmap_mode="r" if dataset.mmap else None)
-    return Documents(table, None) if table.ndim == 1 else Documents(table[0], table[1, :-1])
+        whole = int(lengths[kept].sum()) == int(edges[-1] - edges[0])
+        starts = packing.stream_starts(lengths[kept], int(edges[0]) if whole else 0)
+        _save(path, starts if whole else np.stack([starts, np.append(edges[kept], 0)]))
+    return _load(path, dataset)
+
+
+def packed(
+    dataset: IndexedDataset,
+    span: tuple[int, int],
+    min_length: int,
+    max_length: int | None,
+    seq_len: int,
+    cache: Path,
+) -> Stream:
+    """The same documents packed by best fit into rows of seq_len + 1 tokens, from the cache or put there."""
+    path = _entry(cache, "rows", f"{_selection(dataset, span, min_length, max_length)} {seq_len}", ".npy")
+    if not path.is_file():
+        kept = documents(dataset, span, min_length, max_length, cache)
+        starts, places = packing.pack(
+            np.diff(kept.starts), kept.starts[:-1] if kept.places is None else kept.places, seq_len
+        )
+        _save(path, np.stack([starts, np.append(places, 0)]))
+    return _load(path, dataset)
 
 
 def identity(dataset: IndexedDataset) -> str:
@@ -129,6 +153,21 @@ def _samples(path: Path) -> bytes:
             file.seek(last * i // (SAMPLES - 1))
             digest.update(file.read(SAMPLE_BYTES))
     return digest.digest()
+
+
+def _selection(dataset: IndexedDataset, span: tuple[int, int], min_length: int, max_length: int | None) -> str:
+    """What decides which documents are read."""
+    return f"{identity(dataset)} {span[0]} {span[1]} {min_length} {max_length}"
+
+
+def _save(path: Path, table: np.ndarray) -> None:
+    with atomic_file(path) as file:
+        np.save(file, table)
+
+
+def _load(path: Path, dataset: IndexedDataset) -> Stream:
+    table = np.load(path, mmap_mode="r" if dataset.mmap else None)
+    return Stream(table, None) if table.ndim == 1 else Stream(table[0], table[1, :-1])
 
 
 def _entry(cache: Path, kind: str, key: str, suffix: str) -> Path:

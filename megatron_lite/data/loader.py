@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from megatron_lite.config import schema
+from megatron_lite.config.rules import schedule_fits_into_stage
 from megatron_lite.config.schema import Recipe
+from megatron_lite.config.violation import StageView
 from megatron_lite.data.batch import Batch, make_batch
-from megatron_lite.data.blend import Blend
 from megatron_lite.data.corpus import read_manifest
 from megatron_lite.data.source import Rows, Source, TrainingRows, ValidationRows
 from megatron_lite.data.tokenizer import load_tokenizer
@@ -20,39 +22,43 @@ AHEAD = 2  # steps read before they are asked for
 
 
 def open_training(recipe: Recipe, stage: int, cache: Path) -> TrainingRows:
-    """The rows of stage `stage` (from 0) of a recipe with that stage's overrides merged.
+    """The rows of stage `stage` (from 0) of a recipe with that stage's overrides merged; see also `ended`.
 
     Refuses, before training: files that are missing or damaged, a corpus shorter than a row, ids the model has no row
-    for, and a stage that would need more than max_epochs of a source.
+    for, an empty part of a split, and a stage that would need more than max_epochs of a source.
     """
     config = recipe.stages[stage]
-    unknown = sorted(set(config.blend) - set(recipe.sources))
+    unknown = sorted(set(config.mixture) - set(recipe.sources))
     require(
         not unknown,
         f"stage {config.name}: its blend names {unknown}, but the sources are {sorted(recipe.sources)}",
         DataError,
     )
-    blend = Blend(config.blend)
     sources = {
-        name: Source(
-            f"sources.{name}",
-            recipe.sources[name],
-            config.seq_len,
-            recipe.model.vocab_size,
-            cache,
-            recipe.data.mmap,
-        )
-        for name in blend.names
+        name: _source(recipe, stage, f"sources.{name}", recipe.sources[name], cache) for name in sorted(config.mixture)
     }
-    rows = TrainingRows(sources, blend, recipe.seed, stage)
-    rows.check_epochs(config.num_steps * config.rows_per_step)
+    rows = TrainingRows(sources, recipe.seed, stage, blend=config.blend, fractions=config.fractions)
+    if rows.end(config.num_steps, config.rows_per_step) < config.num_steps:
+        view = StageView(stage, ended(recipe, stage, rows), recipe.model, recipe.parallel, ranks=None)
+        problems = [found.message for found in schedule_fits_into_stage(view)]
+        require(not problems, f"{rows.ending}, but {'; '.join(problems)}", DataError)
     return rows
+
+
+def ended(recipe: Recipe, stage: int, rows: Rows) -> Recipe:
+    """The recipe with as many steps in stage `stage` as its rows last for; the same recipe if they are endless."""
+    if rows.num_rows is None:
+        return recipe
+    steps = rows.num_rows // recipe.stages[stage].rows_per_step
+    stages = list(recipe.stages)
+    stages[stage] = stages[stage].model_copy(update={"steps": steps, "tokens": None})
+    return recipe.model_copy(update={"stages": tuple(stages)})
 
 
 def check_tokenizer(recipe: Recipe, stage: int) -> None:
     """DataError unless the recipe's tokenizer can be loaded and is the one that wrote the stage's corpora."""
     tokenizer = load_tokenizer(recipe.tokenizer.path)
-    sections = {f"sources.{name}": recipe.sources[name] for name in recipe.stages[stage].blend}
+    sections = {f"sources.{name}": recipe.sources[name] for name in recipe.stages[stage].mixture}
     sections |= {f"validation.{name}": config for name, config in recipe.validation.items()}
     for section, config in sections.items():
         wrote = (read_manifest(Path(config.path).expanduser()) or {}).get("tokenizer")
@@ -65,21 +71,16 @@ def check_tokenizer(recipe: Recipe, stage: int) -> None:
 
 
 def open_validation(recipe: Recipe, stage: int, cache: Path) -> dict[str, Rows]:
-    """The first `evaluation.rows` rows of every validation set, at the stage's sequence length."""
+    """The first `evaluation.rows` rows of every validation set, cut and packed as the stage's are."""
     return {
-        name: ValidationRows(
-            Source(
-                f"validation.{name}",
-                config,
-                recipe.stages[stage].seq_len,
-                recipe.model.vocab_size,
-                cache,
-                recipe.data.mmap,
-            ),
-            recipe.evaluation.rows,
-        )
+        name: ValidationRows(_source(recipe, stage, f"validation.{name}", config, cache), recipe.evaluation.rows)
         for name, config in recipe.validation.items()
     }
+
+
+def _source(recipe: Recipe, stage: int, section: str, config: schema.Source, cache: Path) -> Source:
+    seq_len, best_fit = recipe.stages[stage].seq_len, recipe.stages[stage].packing == "best_fit"
+    return Source(section, config, seq_len, recipe.model.vocab_size, cache, recipe.data.mmap, best_fit)
 
 
 class StepLoader:

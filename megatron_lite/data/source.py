@@ -7,15 +7,18 @@ batch size, nor how far the run will go; so the loader's whole state is one inte
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from megatron_lite.config import schema
-from megatron_lite.data import corpus, packing
+from megatron_lite.data import corpus, packing, split
 from megatron_lite.data.batch import Row
-from megatron_lite.data.blend import Blend, Permutation
+from megatron_lite.data.blend import Blend, Permutation, exactly
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.errors import DataError, require
 
@@ -24,7 +27,7 @@ class Rows(Protocol):
     """What the loader reads."""
 
     fingerprint: str  # of corpora and options that decide rows; equal fingerprints give equal rows
-    num_rows: int | None  # None: endless
+    num_rows: int | None  # how many there are; None: endless
 
     def row(self, index: int) -> Row:
         """Row `index`, counted from 0."""
@@ -34,21 +37,41 @@ class Rows(Protocol):
 
 
 class Source:
-    """One corpus cut into rows of `seq_len` tokens, in corpus order."""
+    """One corpus as rows of `seq_len` tokens, in corpus order."""
 
-    def __init__(self, section: str, config: schema.Source, seq_len: int, vocab_size: int, cache: Path, mmap: bool):
-        """`section` is the recipe's table, which errors name, such as "sources.code"."""
-        self.section, self.config, self.seq_len = section, config, seq_len
+    def __init__(
+        self,
+        section: str,
+        config: schema.Source,
+        seq_len: int,
+        vocab_size: int,
+        cache: Path,
+        mmap: bool,
+        best_fit: bool = False,
+    ):
+        """`section` is the recipe's table, which errors name, such as "sources.code"; `best_fit` else concat."""
+        self.section, self.config, self.seq_len, self.best_fit = section, config, seq_len, best_fit
         try:
             self.dataset = IndexedDataset(Path(config.path).expanduser(), mmap)
             facts = corpus.survey(self.dataset, cache)
-            self.documents = corpus.documents(self.dataset, config.min_length, config.max_length, cache)
+            span = _span(config, self.dataset.num_documents)
+            selection = (self.dataset, span, config.min_length, config.max_length)
+            documents = corpus.documents(*selection, cache)
+            self.stream = corpus.packed(*selection, seq_len, cache) if best_fit else documents
         except DataError as error:
             raise DataError(f"[{section}] {error}") from error
         self.content = f"{facts.content} {config.min_length} {config.max_length}"
-        self.num_tokens = int(self.documents.starts[-1])
-        self.num_documents = len(self.documents.starts) - 1
-        self.num_rows = packing.num_rows(self.num_tokens, seq_len)
+        if config.split is not None:
+            self.content += f" documents {span[0]} to {span[1]}"
+        if best_fit:
+            self.content += " best_fit"
+        self.num_tokens = int(documents.starts[-1] - documents.starts[0])
+        self.num_documents = len(documents.starts) - 1
+        self.left_out = span[1] - span[0] - self.num_documents  # empty or filtered out
+        self.stride = seq_len + 1 if best_fit else seq_len
+        self.num_rows = (
+            int(self.stream.starts[-1]) // self.stride if best_fit else packing.num_rows(self.num_tokens, seq_len)
+        )
         require(
             self.num_rows > 0,
             f"[{section}] {config.path} has {self.num_tokens} tokens in {self.num_documents} documents, but one row of "
@@ -64,28 +87,40 @@ class Source:
 
     def row(self, index: int) -> Row:
         """Row `index` < num_rows in corpus order."""
-        starts, places = self.documents.starts, self.documents.places
-        first, last, borders = packing.row_documents(starts, index, self.seq_len)
-        begin, count = index * self.seq_len, self.seq_len + 1
+        starts, places = self.stream.starts, self.stream.places
+        begin, count = int(starts[0]) + index * self.stride, self.seq_len + 1
+        first, last, borders = packing.row_pieces(starts, begin, self.seq_len)
         if places is None:
-            tokens = self.dataset.read(begin, count)
-        else:
-            edges = [begin, *(borders + begin).tolist(), begin + count]
-            tokens = np.concatenate(
-                [
-                    self.dataset.read(int(places[doc]) + lo - int(starts[doc]), hi - lo)
-                    for doc, lo, hi in zip(range(first, last), edges[:-1], edges[1:], strict=True)
-                ]
-            )
-        return Row(tokens.astype(np.int64), np.asarray(borders))
+            return Row(self.dataset.read(begin, count).astype(np.int64), np.asarray(borders))
+        edges = [begin, *(borders + begin).tolist(), begin + count]
+        tokens = np.zeros(count, dtype=np.int64)  # padding is the id 0
+        num_labels = None
+        for piece, lo, hi in zip(range(first, last), edges[:-1], edges[1:], strict=True):
+            place = int(places[piece])
+            if place == packing.PADDING:
+                num_labels = lo - begin - 1
+            else:
+                tokens[lo - begin : hi - begin] = self.dataset.read(place + lo - int(starts[piece]), hi - lo)
+        return Row(tokens, np.asarray(borders), num_labels)
+
+    def padding(self) -> int:
+        """Inputs, over all rows, that are no tokens of documents."""
+        starts, places = self.stream.starts, self.stream.places
+        if not self.best_fit or places is None:
+            return 0
+        fills = np.flatnonzero(places == packing.PADDING)
+        return int((starts[fills + 1] - starts[fills] - 1).sum())  # the last place of a row is only a label
 
     def size(self) -> str:
         """The corpus in words, with what is never read."""
-        empty_or_filtered = self.dataset.num_documents - self.num_documents
+        if self.best_fit:
+            padding = self.padding() / (self.num_rows * self.seq_len)
+            rest = f"packed by best fit with {padding:.2%} padding"
+        else:
+            rest = f"{packing.left_out(self.num_tokens, self.seq_len):,} tokens at the end fill no row"
         return (
             f"{self.num_rows:,} rows of {self.num_tokens:,} tokens in {self.num_documents:,} documents"
-            f"{f', {empty_or_filtered:,} empty or filtered out' if empty_or_filtered else ''}"
-            f", {packing.left_out(self.num_tokens, self.seq_len):,} tokens at the end fill no row"
+            f"{f', {self.left_out:,} empty or filtered out' if self.left_out else ''}, {rest}"
         )
 
 
@@ -109,15 +144,27 @@ class ValidationRows:
 
 
 class TrainingRows:
-    """The endless rows of a stage: dealt to sources by weight, each epoch of a source in an order of its own."""
+    """The rows of a stage: dealt to sources in proportion, each epoch of a source in an order of its own."""
 
-    num_rows: int | None = None
+    def __init__(
+        self,
+        sources: dict[str, Source],
+        seed: int,
+        stage: int,
+        *,
+        blend: Mapping[str, float] | None = None,
+        fractions: Mapping[str, float] | None = None,
+    ):
+        """`stage` counts from 0; seed and stage choose the order.
 
-    def __init__(self, sources: dict[str, Source], blend: Blend, seed: int, stage: int):
-        """`stage` counts from 0; seed and stage choose the order."""
-        self.sources, self.blend, self.seed, self.stage = sources, blend, seed, stage
+        blend: source -> share of the rows; or fractions: source -> share of its own rows that it gives to each round.
+        """
+        self.sources, self.seed, self.stage, self.fractions = sources, seed, stage, fractions or {}
+        self.blend = Blend(blend or {name: exactly(f) * sources[name].num_rows for name, f in self.fractions.items()})
+        self.num_rows: int | None = None  # endless until `end` finds that a source runs dry
+        self.ending = ""
         self._orders: dict[str, tuple[int, Permutation]] = {}  # source -> (epoch, its order): the last one used
-        contents = [(name, weight, sources[name].content) for name, weight in blend.weights.items() if weight]
+        contents = [(name, weight, sources[name].content) for name, weight in self.blend.weights.items() if weight]
         self.fingerprint = _hash(seed, stage, {source.seq_len for source in sources.values()}, contents)
 
     def place(self, index: int) -> tuple[str, int, int]:
@@ -138,27 +185,63 @@ class TrainingRows:
 
     def describe(self, num_rows: int) -> list[str]:
         """Rows, tokens and epochs each source gives to the first `num_rows` rows."""
-        lines = []
+        lines = [self.ending] if self.ending else []
         for name, count in self.blend.counts(num_rows).items():
             source = self.sources[name]
             share = count / max(num_rows, 1)
+            fraction = f" (fraction {self.fractions[name]:g})" if self.fractions else ""
             lines.append(
                 f"{source.section}: {count:,} rows = {count * source.seq_len:,} tokens ({share:.2%}), "
-                f"{count / source.num_rows:.2f} epochs of {source.size()}"
+                f"{count / source.num_rows:.2f} epochs{fraction} of {source.size()}"
             )
         return lines
 
-    def check_epochs(self, num_rows: int) -> None:
-        """DataError if the first `num_rows` rows need more of a source than its max_epochs."""
-        for name, count in self.blend.counts(num_rows).items():
-            source = self.sources[name]
-            most = source.config.max_epochs
-            if most is not None and count > most * source.num_rows:
-                raise DataError(
-                    f"[{source.section}] the stage takes {count} rows of {source.config.path}, which has "
-                    f"{source.num_rows}: {count / source.num_rows:.2f} epochs, but max_epochs={most}; lower its weight "
-                    f"in the blend, shorten the stage, add data, or raise max_epochs"
-                )
+    def end(self, num_steps: int, rows_per_step: int) -> int:
+        """Steps of a stage of `num_steps`: as many whole ones as there are before a source that stops it runs dry.
+
+        DataError if there is none, or if the stage needs more of another source than its max_epochs.
+        """
+        total = num_steps * rows_per_step
+        steps = num_steps
+        for name, most in self._limits("stop"):
+            if self.blend.counts(total)[name] > most:
+                lasts = bisect_right(range(total), most, key=partial(self._given, name)) - 1
+                if lasts // rows_per_step < steps:
+                    steps, source = lasts // rows_per_step, self.sources[name]
+                    self.num_rows = steps * rows_per_step
+                    self.ending = (
+                        f"the stage ends after {steps:,} of {num_steps:,} steps: {source.section} has rows for "
+                        f"max_epochs={source.config.max_epochs:g} and when_exhausted = 'stop'"
+                    )
+        require(steps > 0, f"{self.ending}; that is less than one step of {rows_per_step} rows", DataError)
+        counts = self.blend.counts(steps * rows_per_step)
+        for name, most in self._limits("error"):
+            source, count = self.sources[name], counts[name]
+            require(
+                count <= most,
+                f"[{source.section}] the stage takes {count} rows of {source.config.path}, which has "
+                f"{source.num_rows}: {count / source.num_rows:.2f} epochs, but max_epochs={source.config.max_epochs}; "
+                "lower its weight in the blend, shorten the stage, add data, raise max_epochs, or set "
+                "when_exhausted = 'stop'",
+                DataError,
+            )
+        return steps
+
+    def _given(self, name: str, num_rows: int) -> int:
+        return self.blend.counts(num_rows)[name]
+
+    def _limits(self, when_exhausted: str) -> Iterator[tuple[str, int]]:
+        """Sources with that rule and a limit, and how many rows they give."""
+        for name, source in self.sources.items():
+            if source.config.max_epochs is not None and source.config.when_exhausted == when_exhausted:
+                yield name, int(exactly(source.config.max_epochs) * source.num_rows)
+
+
+def _span(config: schema.Source, num_documents: int) -> tuple[int, int]:
+    """The documents a section reads of its corpus: the first, and one past the last."""
+    if config.split is None or config.part is None:
+        return 0, num_documents
+    return split.parts(num_documents, config.split)[config.part]
 
 
 def _hash(*facts: object) -> str:

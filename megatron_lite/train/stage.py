@@ -14,7 +14,7 @@ from megatron_lite.checkpoint.state import TrainState, check_data, compare_recip
 from megatron_lite.config.load import read_recipe, to_toml
 from megatron_lite.config.schema import Recipe, Stage
 from megatron_lite.config.stages import for_stage
-from megatron_lite.data.loader import check_tokenizer, open_training, open_validation
+from megatron_lite.data.loader import check_tokenizer, ended, open_training, open_validation
 from megatron_lite.data.source import Rows
 from megatron_lite.errors import CheckpointError, require
 from megatron_lite.models.init import initial_tensors
@@ -116,6 +116,8 @@ def open_stage(recipe: Recipe, index: int, ctx: ParallelContext, resume: str) ->
     kernels = together(ctx, lambda: select.resolve(recipe.kernels.model_dump(), ctx.device.type, recipe.precision))
     together(ctx, lambda: check_packages(recipe.logging))
     rows = together(ctx, lambda: open_training(recipe, index, cache))
+    recipe = ended(recipe, index, rows)
+    stage = recipe.stages[index]
     validation = together(ctx, lambda: open_validation(recipe, index, cache))
     together(ctx, lambda: check_tokenizer(recipe, index) if ctx.world.rank == 0 else None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lite.config.check import check
+from megatron_lite.config.data_rules import DATA_RECIPE_RULES, DATA_STAGE_RULES
 from megatron_lite.config.layout_rules import LAYOUT_RULES
 from megatron_lite.config.load import for_stage
 from megatron_lite.config.rules import MODEL_RULES, RECIPE_RULES, STAGE_RULES
@@ -94,13 +95,51 @@ CASES = [
         ["stages.1 (long): seq_len=252 is above the 245 positions"],
     ),
     (
-        "blend_names_exist",
+        "mixture_names_exist",
         ["stages.0.blend.prosa=1"],
         ["blend names 'prosa'", "(prose, code)", "did you mean 'prose'?"],
     ),
-    ("blend_weights_are_proportions", ["stages.0.blend.code=-1"], ["blend weight code=-1 is negative"]),
-    ("blend_weights_are_proportions", ["stages.1.blend.code=0"], ["stages.1 (long)", "no weight above 0"]),
-    ("blend_weights_are_proportions", ["stages.1.blend={}"], ["no weight above 0"]),
+    ("mixture_weights_are_proportions", ["stages.0.blend.code=-1"], ["blend code=-1 is negative"]),
+    ("mixture_weights_are_proportions", ["stages.1.blend.code=0"], ["stages.1 (long)", "has nothing above 0"]),
+    ("mixture_weights_are_proportions", ["stages.1.blend={}"], ["blend = {} has nothing above 0"]),
+    (
+        "mixture_weights_are_proportions",
+        ["stages.1.blend=", "stages.1.fractions.code=-0.5"],
+        ["fractions code=-0.5 is"],
+    ),
+    ("mixture_names_exist", ["stages.1.blend=", "stages.1.fractions.coda=1"], ["fractions names 'coda'", "'code'?"]),
+    ("stage_has_one_mixture", ["stages.0.blend="], ["exactly one of blend", "neither is set"]),
+    (
+        "stage_has_one_mixture",
+        ["stages.1.fractions={code=1}"],
+        ["blend={'code': 1.0}", "fractions={'code': 1.0}", "both"],
+    ),
+    ("best_fit_masks_documents", ["stages.0.packing=best_fit"], ["'best_fit'", "set mask_documents = true"]),
+    (
+        "exhaustion_needs_a_limit",
+        ["sources.code.when_exhausted=stop"],
+        ["sources.code: when_exhausted", "set max_epochs"],
+    ),
+    ("splits_have_their_part", ["sources.code.split=[9,1]"], ["sources.code: split is set but part is not"]),
+    ("splits_have_their_part", ["sources.code.part=1"], ["part is set but split is not"]),
+    (
+        "splits_have_their_part",
+        ["sources.code.split=[9,1]", "sources.code.part=2"],
+        ["part=2, but split [9, 1] has parts 0 to 1"],
+    ),
+    (
+        "splits_have_their_part",
+        ["sources.code.split=[1,0]", "sources.code.part=1"],
+        ["part=1 of split [1, 0] has weight 0"],
+    ),
+    (
+        "splits_of_a_corpus_agree",
+        [
+            "sources.code={path='c', split=[9,1], part=0}",
+            "validation.code={path='c', split=[8,2], part=1}",
+        ],
+        ["sources.code and validation.code divide c by different splits, [9, 1] and [8, 2]"],
+    ),
     (
         "ranks_divide_into_replicas",
         ["parallel={tp=2, pp=2, world_size=6}"],
@@ -143,9 +182,8 @@ def test_each_rule_says_which_numbers_do_not_fit(rule, options, said):
 
 
 def test_every_rule_has_a_case():
-    assert {rule.__name__ for rule in (*RECIPE_RULES, *MODEL_RULES, *STAGE_RULES, *LAYOUT_RULES)} == {
-        rule for rule, _, _ in CASES
-    }
+    rules = (*RECIPE_RULES, *DATA_RECIPE_RULES, *MODEL_RULES, *STAGE_RULES, *DATA_STAGE_RULES, *LAYOUT_RULES)
+    assert {rule.__name__ for rule in rules} == {rule for rule, _, _ in CASES}
 
 
 def test_a_right_recipe_breaks_no_rule():
@@ -165,6 +203,10 @@ def test_a_right_recipe_breaks_no_rule():
         ["stages.0.lr.shape=constant", "stages.0.lr.final=1e-3"],
         ["stages.0.lr.warmup_steps=10"],
         ["stages.0.blend.code=0"],
+        ["stages.0.blend=", "stages.0.fractions={prose=1, code=0.5}"],
+        ["stages.0.packing=best_fit", "stages.0.mask_documents=true"],
+        ["sources.code.max_epochs=2", "sources.code.when_exhausted=stop"],
+        ["sources.code={path='c', split=[99.5,0.5], part=0}", "validation.code={path='c', split=[99.5,0.5], part=1}"],
         ["init_from=checkpoints/a"],
         ["model.vocab_size=1999", "parallel.tp=4"],  # padded, never an error
     ],

@@ -20,7 +20,7 @@ def _rows(lengths: np.ndarray, seq_len: int) -> list[tuple[np.ndarray, np.ndarra
     starts = packing.stream_starts(lengths)
     rows = []
     for row in range(packing.num_rows(int(starts[-1]), seq_len)):
-        first, last, borders = packing.row_documents(starts, row, seq_len)
+        first, last, borders = packing.row_pieces(starts, row * seq_len, seq_len)
         begin, end = row * seq_len, row * seq_len + seq_len + 1
         parts = [np.arange(max(begin, starts[d]), min(end, starts[d + 1])) for d in range(first, last)]
         assert all(part.size for part in parts)
@@ -62,6 +62,6 @@ def test_positions_beyond_2_53_are_exact():
     starts = packing.stream_starts(np.array([2**60 + 1, 2**60, 2**60], dtype=np.int64))
     assert starts.dtype == np.int64
     row = (2**60 + 1) // 4096
-    first, last, borders = packing.row_documents(starts, row, 4096)
+    first, last, borders = packing.row_pieces(starts, row * 4096, 4096)
     assert (first, last, borders.tolist()) == (0, 2, [1])
     assert packing.num_rows(int(starts[-1]), 4096) == 3 * 2**60 // 4096
