@@ -85,7 +85,7 @@ def _pieces(lengths: np.ndarray, places: np.ndarray, seq_len: int) -> tuple[np.n
     """Lengths and places of the pieces of documents, none longer than seq_len + 1."""
     labels = lengths - 1
     parts = np.maximum(1, -(-labels // seq_len))
-    if parts.max() == 1:
+    if (parts == 1).all():
         return lengths, places
     document = np.repeat(np.arange(len(lengths)), parts)
     part = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)

@@ -38,18 +38,19 @@ def data_recipe(
     steps: int = 10,
     vocab_size: int = 65536,
     seed: int = 1234,
+    stage: dict[str, Any] | None = None,
     **sections: Any,
 ) -> Recipe:
-    """A recipe of one stage; `rows` are those of one step."""
-    stage = {
+    """A recipe of one stage; `rows` are those of one step, `stage` holds more of its fields."""
+    fields = {
         "name": "only", "steps": steps, "seq_len": seq_len, "batch_tokens": rows * seq_len, "micro_batch": 1,
         "blend": blend or dict.fromkeys(sources, 1.0), "lr": {"peak": 1e-3},
-    }  # fmt: skip
+    } | (stage or {})  # fmt: skip
     model = {
         "model_type": "qwen3", "vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 128,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "max_position_embeddings": 128,
     }  # fmt: skip
     return Recipe.model_validate(
-        {"run": "unused", "seed": seed, "model": model, "sources": sources, "stages": [stage]} | sections
+        {"run": "unused", "seed": seed, "model": model, "sources": sources, "stages": [fields]} | sections
     )
