@@ -167,6 +167,15 @@ class TrainingRows:
         contents = [(name, weight, sources[name].content) for name, weight in self.blend.weights.items() if weight]
         self.fingerprint = _hash(seed, stage, {source.seq_len for source in sources.values()}, contents)
 
+    @property
+    def names(self) -> list[str]:
+        """The sources, in the order of `source_of`."""
+        return self.blend.names
+
+    def source_of(self, index: int) -> int:
+        """Number of the source of row `index`."""
+        return self.names.index(self.blend(index)[0])
+
     def place(self, index: int) -> tuple[str, int, int]:
         """Where row `index` comes from: source, epoch, row of the source in corpus order."""
         name, number = self.blend(index)

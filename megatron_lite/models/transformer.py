@@ -53,7 +53,8 @@ class Decoder(nn.Module):
 class Transformer(nn.Module):
     """A causal language model on one tensor-parallel axis.
 
-    forward(ids [T], labels [T], doc) -> sum of the cross-entropies of labels that are not negative (fp32 scalar).
+    forward(ids [T], labels [T], doc) -> sum of the cross-entropies of labels that are not negative (fp32 scalar);
+    an fp32 `losses` [T] is told those of each token.
     logits(ids [T], doc) -> [T, vocab_size] fp32.
     """
 
@@ -72,9 +73,9 @@ class Transformer(nn.Module):
         """The matrix that reads logits out: the embedding itself when tied."""
         return getattr(self, "lm_head", self.model.embed_tokens)
 
-    def forward(self, ids_T: Tensor, labels_T: Tensor, doc: Documents) -> Tensor:
+    def forward(self, ids_T: Tensor, labels_T: Tensor, doc: Documents, losses: Tensor | None = None) -> Tensor:
         x_TD = self.enter_head(self.model(ids_T, doc), self.tp)
-        return linear_cross_entropy(x_TD, self.head, labels_T, self.ops)
+        return linear_cross_entropy(x_TD, self.head, labels_T, self.ops, losses_T=losses)
 
     def logits(self, ids_T: Tensor, doc: Documents, at: Tensor | None = None) -> Tensor:
         """Logits of every id of the vocabulary at every token, or at those numbered `at`."""

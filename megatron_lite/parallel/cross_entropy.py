@@ -23,27 +23,34 @@ from megatron_lite.parallel.chunks import chunk_tokens
 from megatron_lite.parallel.embedding import VocabRows
 
 
-def linear_cross_entropy(x_TD: Tensor, head: VocabRows, labels_T: Tensor, ops: Ops, chunk: int | None = None) -> Tensor:
+def linear_cross_entropy(x_TD: Tensor, head: VocabRows, labels_T: Tensor, ops: Ops, chunk: int | None = None,
+                         losses_T: Tensor | None = None) -> Tensor:  # fmt: skip
     """Sum of the cross-entropies of all tokens whose label is not negative, fp32 scalar, equal on every tp rank.
 
     x_TD [T, D] is whole on each rank (gathered, or entered with comm.enter_region): its gradient here is this rank's
     share, which the conjugate of that collective sums. Divide by the valid tokens of the global batch for the mean.
     The head's gradient goes straight into head.sink where there is one. `chunk`: tokens at a time.
+    `losses_T`: fp32 [T] that is told the cross-entropy of each token, 0 where ignored.
     """
     chunk = chunk or chunk_tokens(x_TD.shape[0], x_TD.shape[1], head.rows)
     needs_grad = torch.is_grad_enabled() and (x_TD.requires_grad or head.weight.requires_grad)
-    return _LinearCrossEntropy.apply(x_TD, head.weight, labels_T, head, ops, chunk, needs_grad)
+    return _LinearCrossEntropy.apply(x_TD, head.weight, labels_T, head, ops, chunk, needs_grad, losses_T)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, head: VocabRows, ops: Ops, chunk: int,
-                needs_grad: bool) -> Tensor:  # fmt: skip
+                needs_grad: bool, losses: Tensor | None) -> Tensor:  # fmt: skip
         total = x.new_zeros((), dtype=torch.float32)
         dx = torch.empty_like(x) if needs_grad else None
         dw = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
-        for x_CD, labels_C, dx_CD in zip(
-            x.split(chunk), labels.split(chunk), (x if dx is None else dx).split(chunk), strict=True
+        losses = torch.empty(len(x), dtype=torch.float32, device=x.device) if losses is None else losses
+        for x_CD, labels_C, losses_C, dx_CD in zip(
+            x.split(chunk),
+            labels.split(chunk),
+            losses.split(chunk),
+            (x if dx is None else dx).split(chunk),
+            strict=True,
         ):
             logits_Cv = (x_CD @ weight.t()).float()
             logits_Cv[:, head.real :] = -torch.inf
@@ -55,7 +62,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             top, exps, target = comm.all_stack(torch.stack((own_top_C, *sums)), head.tp).unbind(1)
             top_C = top.amax(0)
             lse_C = top_C + (exps * (top - top_C).exp()).sum(0).log()
-            total += ((lse_C - target.sum(0)) * valid_C).sum()
+            torch.mul(lse_C - target.sum(0), valid_C, out=losses_C)
+            total += losses_C.sum()
             if dx is None or dw is None:
                 continue
             scale_C = (own_top_C - lse_C).exp() * valid_C
@@ -78,7 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dw = None
         else:
             dw = dw * grad
-        return dx * grad, dw, None, None, None, None, None
+        return dx * grad, dw, None, None, None, None, None, None
 
 
 def logits(x_TD: Tensor, head: VocabRows) -> Tensor:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 import torch
 
-from megatron_lite.data.source import TrainingRows
 from megatron_lite.models.shapes import num_parameters
 from megatron_lite.monitor.environment import write_environment
 from megatron_lite.monitor.log import log_line, short
@@ -83,7 +83,7 @@ class Journal:
             return
         tokens_per_second = run.stage.batch_tokens / seconds
         utilisation = mfu(self.flops_per_step, seconds, run.ctx.world.size, self.peak)
-        entry = {
+        entry: dict[str, Any] = {
             "step": state.step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -98,11 +98,17 @@ class Journal:
             "mfu": utilisation,
             "step_time_s": seconds,
             "data_time_s": data_seconds,
+            "sources": {
+                name: {"loss": total / tokens, "tokens": tokens}
+                for name, (total, tokens) in zip(run.rows.names, result.sources, strict=True)
+                if tokens
+            },
         }
         self.metrics.write(entry)
         if self.samples is not None:
             self.samples.write({"step": state.step, "samples": self._samples()})
-        self.sinks.write(state.step, entry)
+        by_source = {f"loss/{name}": facts["loss"] for name, facts in entry["sources"].items()}
+        self.sinks.write(state.step, entry | by_source)
         if state.step % run.recipe.logging.every == 0 or state.complete:
             self.say(log_line(
                 step=state.step, num_steps=run.stage.num_steps, tokens=state.total_tokens, loss=result.loss, lr=lr,
@@ -117,7 +123,6 @@ class Journal:
     def _samples(self) -> list[list[int | str]]:
         """[row of the stage, source, epoch, row of the source] of every row of the step just done."""
         end, rows = self.run.state.consumed_samples, self.run.rows
-        assert isinstance(rows, TrainingRows)
         return [[row, *rows.place(row)] for row in range(end - self.run.stage.rows_per_step, end)]
 
     def evaluation(self, losses: dict[str, float]) -> None:

@@ -86,7 +86,9 @@ def one_step(run: StageRun, loader: StepLoader, journal: Journal) -> None:
     batches = fetch(run, loader)
     fetched = perf_counter()
     lr = learning_rate(run.stage.lr, number, run.stage.num_steps, run.stage.batch_tokens)
-    result = train_step(run.model, run.optimizer, batches, run.ctx, lr=lr, clip=run.recipe.optimizer.clip)
+    sources = [[run.rows.source_of(row) for row in batch.samples] for batch in batches]
+    result = train_step(run.model, run.optimizer, batches, run.ctx, lr=lr, clip=run.recipe.optimizer.clip,
+                        sources=sources, num_sources=len(run.rows.names))  # fmt: skip
     run.state = advance(run.state, result, run)
     journal.step(result, lr=lr, seconds=perf_counter() - begin, data_seconds=fetched - begin)
     limit = run.recipe.guard.max_skips

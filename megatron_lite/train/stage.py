@@ -15,7 +15,7 @@ from megatron_lite.config.load import read_recipe, to_toml
 from megatron_lite.config.schema import Recipe, Stage
 from megatron_lite.config.stages import for_stage
 from megatron_lite.data.loader import check_tokenizer, ended, open_training, open_validation
-from megatron_lite.data.source import Rows
+from megatron_lite.data.source import Rows, TrainingRows
 from megatron_lite.errors import CheckpointError, require
 from megatron_lite.models.init import initial_tensors
 from megatron_lite.models.transformer import Transformer, build, named_pieces
@@ -39,7 +39,7 @@ class StageRun:
     kernels: Mapping[str, str]  # op -> backend
     model: Transformer
     optimizer: Zero1
-    rows: Rows
+    rows: TrainingRows
     validation: Mapping[str, Rows]
     state: TrainState  # where it stands; replaced after every step
     origin: list[str]  # how it came to start there, in lines to print

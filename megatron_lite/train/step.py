@@ -31,6 +31,7 @@ class StepResult:
     grad_norm: float  # before clipping
     valid_tokens: int
     skipped: bool  # loss or gradient not finite, or no valid token: no update
+    sources: tuple[tuple[float, int], ...] = ()  # (sum of losses, valid tokens) of each source's rows
 
 
 def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Documents]:
@@ -48,23 +49,31 @@ def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Docum
 
 
 def train_step(model: Transformer, optimizer: Zero1, batches: Sequence[Batch], ctx: ParallelContext, *, lr: float,
-               clip: float) -> StepResult:  # fmt: skip
-    """One update from this rank's micro-batches. `clip` 0 means never."""
+               clip: float, sources: Sequence[Sequence[int]] = (), num_sources: int = 0) -> StepResult:  # fmt: skip
+    """One update from this rank's micro-batches. `clip` 0 means never.
+
+    `sources`: for each micro-batch the number of the source of each of its rows, to tell their losses apart.
+    """
     # 1. what the loss is divided by
-    (valid_tokens,) = sum_over(ctx, ctx.data, sum(batch.valid_tokens for batch in batches))
+    by_source = SourceLosses(sources, num_sources, ctx.device)
+    counts = by_source.count(batches)
+    valid_tokens, *source_tokens = sum_over(ctx, ctx.data, sum(batch.valid_tokens for batch in batches), *counts)
 
     # 2. forward and backward of every micro-batch; gradients add up in flat buckets
     loss = torch.zeros((), device=ctx.device)
     for i, batch in enumerate(batches):
         optimizer.expect(last=i == len(batches) - 1)
-        micro_loss = model(*to_device(batch, ctx.device)) / max(valid_tokens, 1)
+        token_losses = torch.zeros(len(batch.labels), device=ctx.device)
+        micro_loss = model(*to_device(batch, ctx.device), token_losses) / max(valid_tokens, 1)
         micro_loss.backward()
         loss += micro_loss.detach()
+        by_source.add(i, token_losses)
 
     # 3. the global gradient norm and loss: each rank adds the elements and tokens it answers for
     share = optimizer.reduce()
-    loss_share = loss.double() if ctx.tp.rank == 0 else loss.double().zero_()
-    square, total = sum_over(ctx, ctx.world, share.item(), loss_share.item())
+    counted = float(ctx.tp.rank == 0)  # tensor-parallel ranks have the same losses
+    losses = [counted * x for x in (loss.item(), *by_source.sums.tolist())]
+    square, total, *source_losses = sum_over(ctx, ctx.world, share.item(), *losses)
     grad_norm = math.sqrt(square)
 
     # 4. everybody saw the same numbers, so everybody skips or nobody
@@ -72,7 +81,30 @@ def train_step(model: Transformer, optimizer: Zero1, batches: Sequence[Batch], c
     if not skipped:
         optimizer.update(lr, clip_scale(grad_norm, clip))
     optimizer.zero_grad()
-    return StepResult(total, grad_norm, int(valid_tokens), skipped)
+    pairs = tuple((x, int(n)) for x, n in zip(source_losses, source_tokens, strict=True))
+    return StepResult(total, grad_norm, int(valid_tokens), skipped, pairs)
+
+
+class SourceLosses:
+    """Sums of the losses and numbers of the valid tokens of this rank's rows, by source."""
+
+    def __init__(self, sources: Sequence[Sequence[int]], num_sources: int, device: torch.device):
+        self.sources = [torch.tensor(rows, device=device) for rows in sources]  # of each micro-batch
+        self.sums = torch.zeros(num_sources, dtype=torch.float64, device=device)
+
+    def count(self, batches: Sequence[Batch]) -> list[float]:
+        """Valid tokens of each source."""
+        counts = torch.zeros_like(self.sums)
+        for batch, sources in zip(batches, self.sources, strict=False):
+            valid = torch.from_numpy(batch.labels >= 0).view(len(sources), -1).sum(1)
+            counts.index_add_(0, sources, valid.double().to(counts.device))
+        return [float(x) for x in counts.tolist()]
+
+    def add(self, number: int, losses_T: Tensor) -> None:
+        """The losses of the tokens of micro-batch `number`."""
+        if self.sources:
+            sources = self.sources[number]
+            self.sums.index_add_(0, sources, losses_T.view(len(sources), -1).sum(1, dtype=torch.float64))
 
 
 def clip_scale(grad_norm: float, clip: float) -> float:

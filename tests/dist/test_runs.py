@@ -255,3 +255,21 @@ def _one_rank_cannot_read(ctx: ParallelContext, recipe: Recipe) -> str:
         patch.setattr(TrainingRows, "row", row)
         run_stages(ctx, recipe, 0)
     return str(caught.value)
+
+
+def test_the_log_tells_the_loss_of_each_source_apart_in_any_layout(tmp_path: Path) -> None:
+    logs = {}
+    for world, axes in ((1, {}), (2, {}), (2, {"tp": 2})):
+        recipe = tiny_recipe(tmp_path, run=str(tmp_path / f"run-{world}-{axes}"), stage={"steps": 4}, parallel=axes)
+        run_ranks(run_stages, world, recipe, 0, **axes)
+        logs[world, *axes] = lines(recipe, 0, "metrics")
+    for entry in logs[1,]:
+        facts = entry["sources"].values()
+        assert set(entry["sources"]) == {"a", "b"} and sum(f["tokens"] for f in facts) == entry["valid_tokens"]
+        mean = sum(f["loss"] * f["tokens"] for f in facts) / entry["valid_tokens"]
+        assert mean == pytest.approx(entry["loss"], rel=1e-6)
+    for log in logs.values():
+        for ours, one in zip(log, logs[1,], strict=True):
+            for name, facts in one["sources"].items():
+                assert ours["sources"][name]["tokens"] == facts["tokens"]
+                assert ours["sources"][name]["loss"] == pytest.approx(facts["loss"], rel=1e-5)
