@@ -10,7 +10,7 @@ import pytest
 
 from tests.house.rules import ROOT
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/huggingface.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/data.md", "docs/design.md", "docs/huggingface.md")
 
 
 def _broken_links(text, folder):
