@@ -1,13 +1,14 @@
 """What is known of a pair of files before training reads it, found once and kept in a cache folder.
 
 Cache entries are named after content (sizes, times of change, a hash of samples of both files) and after every option
-that matters, never after a path. They are written under names of their own and renamed, so that simultaneous starts
-write the same bytes twice and never read half of them.
+that matters, never after a path.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ import numpy as np
 import orjson
 
 from megatron_lite.data import packing
-from megatron_lite.data.indexed import IndexedDataset, atomic_file, manifest_path, naming
+from megatron_lite.data.cache import Cache
+from megatron_lite.data.indexed import IndexedDataset, manifest_path
 from megatron_lite.errors import DataError, require
 
-VERSION = 1  # of everything in the cache; part of every name
 CHUNK = 1 << 24  # tokens, or bytes, read at a time
 SAMPLES, SAMPLE_BYTES = 32, 4096  # blocks of each file that are hashed
 
@@ -42,32 +43,32 @@ class Stream:
     places: np.ndarray | None  # int64 [pieces], where each starts in PREFIX.bin, or packing.PADDING; None: at `starts`
 
 
-def survey(dataset: IndexedDataset, cache: Path) -> Survey:
+def survey(dataset: IndexedDataset, cache: Cache) -> Survey:
     """Check the whole index and find the largest id, unless the cache knows; reads all tokens without a manifest."""
-    path = _entry(cache, "survey", identity(dataset), ".json")
-    if path.is_file():
+
+    def build() -> bytes:
+        dataset.check()
+        digest = hashlib.sha256(f"{dataset.dtype.str} {dataset.num_tokens}".encode())
+        with open(dataset.idx, "rb") as index:
+            while block := index.read(CHUNK):
+                digest.update(block)
+        digest.update(_samples(dataset.bin))
+        return orjson.dumps(asdict(Survey(digest.hexdigest(), _max_id(dataset))))
+
+    path = cache.entry("survey", identity(dataset), ".json", build)
+    with _reading(path):
         return Survey(**orjson.loads(path.read_bytes()))
-    dataset.check()
-    digest = hashlib.sha256(f"{dataset.dtype.str} {dataset.num_tokens}".encode())
-    with open(dataset.idx, "rb") as file:
-        while block := file.read(CHUNK):
-            digest.update(block)
-    digest.update(_samples(dataset.bin))
-    found = Survey(digest.hexdigest(), _max_id(dataset))
-    with atomic_file(path) as file:
-        file.write(orjson.dumps(asdict(found)))
-    return found
 
 
 def documents(
-    dataset: IndexedDataset, span: tuple[int, int], min_length: int, max_length: int | None, cache: Path
+    dataset: IndexedDataset, span: tuple[int, int], min_length: int, max_length: int | None, cache: Cache
 ) -> Stream:
     """The documents span[0] … span[1] - 1 with min_length <= length <= max_length tokens, from the cache or put there.
 
     Each is one piece, in the order of the corpus.
     """
-    path = _entry(cache, "documents", _selection(dataset, span, min_length, max_length), ".npy")
-    if not path.is_file():
+
+    def build() -> np.ndarray:
         edges = dataset.document_starts()[span[0] : span[1] + 1]
         lengths = np.diff(edges)
         kept = packing.kept_documents(lengths, min_length, max_length)
@@ -79,8 +80,10 @@ def documents(
         )
         whole = int(lengths[kept].sum()) == int(edges[-1] - edges[0])
         starts = packing.stream_starts(lengths[kept], int(edges[0]) if whole else 0)
-        _save(path, starts if whole else np.stack([starts, np.append(edges[kept], 0)]))
-    return _load(path, dataset)
+        return starts if whole else np.stack([starts, np.append(edges[kept], 0)])
+
+    selection = _selection(dataset, span, min_length, max_length)
+    return _load(cache.entry("documents", selection, ".npy", build), dataset)
 
 
 def packed(
@@ -89,17 +92,18 @@ def packed(
     min_length: int,
     max_length: int | None,
     seq_len: int,
-    cache: Path,
+    cache: Cache,
 ) -> Stream:
     """The same documents packed by best fit into rows of seq_len + 1 tokens, from the cache or put there."""
-    path = _entry(cache, "rows", f"{_selection(dataset, span, min_length, max_length)} {seq_len}", ".npy")
-    if not path.is_file():
+
+    def build() -> np.ndarray:
         kept = documents(dataset, span, min_length, max_length, cache)
-        starts, places = packing.pack(
-            np.diff(kept.starts), kept.starts[:-1] if kept.places is None else kept.places, seq_len
-        )
-        _save(path, np.stack([starts, np.append(places, 0)]))
-    return _load(path, dataset)
+        places = kept.starts[:-1] if kept.places is None else kept.places
+        starts, places = packing.pack(np.diff(kept.starts), places, seq_len)
+        return np.stack([starts, np.append(places, 0)])
+
+    selection = _selection(dataset, span, min_length, max_length)
+    return _load(cache.entry("rows", f"{selection} {seq_len}", ".npy", build), dataset)
 
 
 def identity(dataset: IndexedDataset) -> str:
@@ -160,18 +164,16 @@ def _selection(dataset: IndexedDataset, span: tuple[int, int], min_length: int, 
     return f"{identity(dataset)} {span[0]} {span[1]} {min_length} {max_length}"
 
 
-def _save(path: Path, table: np.ndarray) -> None:
-    with atomic_file(path) as file:
-        np.save(file, table)
-
-
 def _load(path: Path, dataset: IndexedDataset) -> Stream:
-    table = np.load(path, mmap_mode="r" if dataset.mmap else None)
+    with _reading(path):
+        table = np.load(path, mmap_mode="r" if dataset.mmap else None)
     return Stream(table, None) if table.ndim == 1 else Stream(table[0], table[1, :-1])
 
 
-def _entry(cache: Path, kind: str, key: str, suffix: str) -> Path:
-    with naming(cache):
-        cache.mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(f"{VERSION} {kind} {key}".encode()).hexdigest()[:32]
-    return cache / f"{kind}-{name}{suffix}"
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name the entry that somebody has changed."""
+    try:
+        yield
+    except (ValueError, TypeError, EOFError) as error:
+        raise DataError(f"{path} is damaged ({error}); remove it and start again") from error

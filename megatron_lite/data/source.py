@@ -19,6 +19,7 @@ from megatron_lite.config import schema
 from megatron_lite.data import corpus, packing, split
 from megatron_lite.data.batch import Row
 from megatron_lite.data.blend import Blend, Permutation, exactly
+from megatron_lite.data.cache import Cache
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.errors import DataError, require
 
@@ -51,13 +52,14 @@ class Source:
     ):
         """`section` is the recipe's table, which errors name, such as "sources.code"; `best_fit` else concat."""
         self.section, self.config, self.seq_len, self.best_fit = section, config, seq_len, best_fit
+        self.cache = Cache(cache)
         try:
             self.dataset = IndexedDataset(Path(config.path).expanduser(), mmap)
-            facts = corpus.survey(self.dataset, cache)
+            facts = corpus.survey(self.dataset, self.cache)
             span = _span(config, self.dataset.num_documents)
             selection = (self.dataset, span, config.min_length, config.max_length)
-            documents = corpus.documents(*selection, cache)
-            self.stream = corpus.packed(*selection, seq_len, cache) if best_fit else documents
+            documents = corpus.documents(*selection, self.cache)
+            self.stream = corpus.packed(*selection, seq_len, self.cache) if best_fit else documents
         except DataError as error:
             raise DataError(f"[{section}] {error}") from error
         self.content = f"{facts.content} {config.min_length} {config.max_length}"

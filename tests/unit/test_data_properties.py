@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from megatron_lite.config.schema import Recipe
 from megatron_lite.data import corpus
 from megatron_lite.data.batch import IGNORE, make_batch
+from megatron_lite.data.cache import Cache
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.loader import StepLoader, open_training
 from megatron_lite.data.source import TrainingRows
@@ -171,7 +172,7 @@ def test_any_number_of_ranks_reads_the_same_rows_each_exactly_once(
 
 def _selection(prefix: Path, cache: Path):
     dataset = IndexedDataset(prefix)
-    return dataset, (0, dataset.num_documents), 0, None, SEQ, cache
+    return dataset, (0, dataset.num_documents), 0, None, SEQ, Cache(cache)
 
 
 @WIDE
@@ -185,7 +186,7 @@ def test_an_index_whose_writing_fails_anywhere_is_absent_and_is_built_by_the_nex
     size = os.path.getsize(next((folder / "elsewhere").glob("rows-*")))
     room = data.draw(st.integers(0, size - 1), label="bytes the disk still holds")
     cache = folder / "cache"
-    corpus.documents(*_selection(folder / "a", cache)[:4], cache)
+    corpus.documents(*_selection(folder / "a", cache)[:4], Cache(cache))
 
     def save(file, table):
         file.write(bytes(room))
@@ -204,11 +205,12 @@ BUILDER = """
 import json, sys
 from pathlib import Path
 from megatron_lite.data import corpus
+from megatron_lite.data.cache import Cache
 from megatron_lite.data.indexed import IndexedDataset
 dataset = IndexedDataset(sys.argv[1])
 print("ready", flush=True)
 for number in range(10**6):  # a cache of its own for every build
-    corpus.packed(dataset, (0, dataset.num_documents), 0, None, 64, Path(sys.argv[2]) / str(number))
+    corpus.packed(dataset, (0, dataset.num_documents), 0, None, 64, Cache(Path(sys.argv[2]) / str(number)))
 """
 
 
@@ -218,8 +220,8 @@ def test_a_process_killed_while_it_builds_indices_leaves_none_that_is_not_whole(
     write_corpus(tmp_path / "c", [np.zeros(n, dtype=np.int64) for n in lengths])
     dataset = IndexedDataset(tmp_path / "c")
     selection = (dataset, (0, dataset.num_documents), 0, None)
-    truth = corpus.packed(*selection, 64, tmp_path / "truth")
-    kept = corpus.documents(*selection, tmp_path / "truth")
+    truth = corpus.packed(*selection, 64, Cache(tmp_path / "truth"))
+    kept = corpus.documents(*selection, Cache(tmp_path / "truth"))
     rng, found = random.Random(1), 0
     for attempt in range(10):
         folder = tmp_path / f"{attempt}"
