@@ -12,7 +12,7 @@ VERSION = 1
 # What a stage may not change once it has begun: it would be another model, or another order of samples.
 _FIXED_TOP = ("seed", "model")
 _FIXED_STAGE = (
-    *("name", "seq_len", "batch_tokens", "rope_theta", "rope_scaling"),
+    *("name", "seq_len", "batch_tokens", "batch_ramp", "rope_theta", "rope_scaling"),
     *("packing", "mask_documents", "blend", "fractions"),
 )
 # Says where a preset came from, or how rows are padded in memory: no part of what the model computes.

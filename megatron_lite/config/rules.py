@@ -134,31 +134,43 @@ def stage_has_one_length(view: StageView) -> Found:
 
 def batch_is_whole_rows(view: StageView) -> Found:
     """A step is a whole number of rows."""
-    batch, length = view.stage.batch_tokens, view.stage.seq_len
-    if batch % length:
-        lower = batch // length * length
-        nearest = f"{lower} or {lower + length}" if lower else f"{length}"
-        yield view.says(
-            f"{view.where}: batch_tokens={batch} is not divisible by seq_len={length}; use {nearest}",
-            "batch_tokens",
-            "seq_len",
-        )
+    length = view.stage.seq_len
+    for batch, key in _batches(view):
+        if batch % length:
+            lower = batch // length * length
+            nearest = f"{lower} or {lower + length}" if lower else f"{length}"
+            yield view.says(
+                f"{view.where}: {key}={batch} is not divisible by seq_len={length}; use {nearest}", key, "seq_len"
+            )
+
+
+def ramp_rises(view: StageView) -> Found:
+    """The tokens up to which each size of a ramp holds increase."""
+    ends = [until for until, _ in view.stage.batch_ramp]
+    if any(later <= sooner for sooner, later in zip(ends, ends[1:], strict=False)):
+        yield view.says(f"{view.where}: the tokens of batch_ramp have to increase, but are {ends}", "batch_ramp")
+
+
+def _batches(view: StageView) -> list[tuple[int, str]]:
+    """Every size of a step, with the key that sets it."""
+    return [(size, "batch_ramp") for _, size in view.stage.batch_ramp] + [(view.stage.batch_tokens, "batch_tokens")]
 
 
 def rows_divide_among_ranks(view: StageView) -> Found:
     """Every data-parallel rank gets equally many whole micro-batches in every step."""
     stage, dp = view.stage, view.dp or 1
-    rows, unit = stage.rows_per_step, stage.micro_batch * dp
-    if stage.batch_tokens % stage.seq_len == 0 and rows % unit:
-        unit_tokens = unit * stage.seq_len
-        lower = stage.batch_tokens // unit_tokens * unit_tokens
-        nearest = f"{lower} or {lower + unit_tokens}" if lower else f"{unit_tokens}"
-        yield view.says(
-            f"{view.where}: {rows} rows per step (batch_tokens {stage.batch_tokens} / seq_len {stage.seq_len}) are not "
-            f"divisible by micro_batch {stage.micro_batch} x dp {dp}; use batch_tokens={nearest}",
-            *("batch_tokens", "seq_len", "micro_batch"),
-            *("parallel.tp", "parallel.pp", "parallel.cp", "parallel.world_size"),
-        )
+    unit = stage.micro_batch * dp
+    for batch, key in _batches(view):
+        if batch % stage.seq_len == 0 and batch // stage.seq_len % unit:
+            unit_tokens = unit * stage.seq_len
+            lower = batch // unit_tokens * unit_tokens
+            nearest = f"{lower} or {lower + unit_tokens}" if lower else f"{unit_tokens}"
+            yield view.says(
+                f"{view.where}: {batch // stage.seq_len} rows per step ({key} {batch} / seq_len {stage.seq_len}) are "
+                f"not divisible by micro_batch {stage.micro_batch} x dp {dp}; use {key}={nearest}",
+                *(key, "seq_len", "micro_batch"),
+                *("parallel.tp", "parallel.pp", "parallel.cp", "parallel.world_size"),
+            )
 
 
 def warmup_is_given_once(view: StageView) -> Found:
@@ -191,11 +203,12 @@ def decay_belongs_to_wsd(view: StageView) -> Found:
 
 def schedule_fits_into_stage(view: StageView) -> Found:
     """Warm-up and decay are no longer than the stage."""
-    stage, lr = view.stage, view.stage.lr
+    stage = view.stage
     if stage.tokens is None and stage.steps is None:
         return
-    warmup, steps = lr.warmup(stage.batch_tokens), stage.num_steps
-    decay = lr.decay(stage.batch_tokens) if lr.shape == "wsd" else 0
+    lr, steps = stage.lr_in_steps, stage.num_steps
+    warmup = lr.warmup_steps or 0
+    decay = (lr.decay_steps or 0) if lr.shape == "wsd" else 0
     if warmup + decay > steps:
         parts = f"{warmup} steps of warm-up" + (f" and {decay} of decay" if decay else "")
         yield view.says(
@@ -247,6 +260,7 @@ MODEL_RULES: tuple[Callable[[ModelConfig], Found], ...] = (
 STAGE_RULES: tuple[Callable[[StageView], Found], ...] = (
     stage_has_one_length,
     batch_is_whole_rows,
+    ramp_rises,
     rows_divide_among_ranks,
     warmup_is_given_once,
     decay_belongs_to_wsd,

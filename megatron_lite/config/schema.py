@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
@@ -124,17 +125,8 @@ class Schedule(Section):
     decay_tokens: int | None = Field(default=None, ge=0)
     shape: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
 
-    def warmup(self, batch_tokens: int) -> int:
-        """Updates of warm-up."""
-        return _updates(self.warmup_steps, self.warmup_tokens, batch_tokens)
 
-    def decay(self, batch_tokens: int) -> int:
-        """Updates of the final decay (wsd)."""
-        return _updates(self.decay_steps, self.decay_tokens, batch_tokens)
-
-
-def _updates(steps: int | None, tokens: int | None, batch_tokens: int) -> int:
-    return steps if steps is not None else -(-(tokens or 0) // batch_tokens)
+Ramp = Annotated[tuple[Annotated[int, Field(gt=0)], Annotated[int, Field(gt=0)]], Field(strict=False)]
 
 
 class Stage(Section):
@@ -145,6 +137,7 @@ class Stage(Section):
     steps: int | None = Field(default=None, gt=0)
     seq_len: int = Field(gt=0)
     batch_tokens: int = Field(gt=0)  # of one optimizer step, over all ranks
+    batch_ramp: tuple[Ramp, ...] = Field(default=(), strict=False)  # smaller steps at first: [until these tokens, size]
     micro_batch: int = Field(gt=0)  # rows of one forward on one rank
     rope_theta: float | None = Field(default=None, gt=0)  # default: the model's
     rope_scaling: RopeScaling | None = None
@@ -170,12 +163,48 @@ class Stage(Section):
         if self.steps is not None:
             return self.steps
         assert self.tokens is not None
-        return -(-self.tokens // self.batch_tokens)
+        return self.steps_for(self.tokens)
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of seq_len tokens in one optimizer step."""
+        """Rows of seq_len tokens in one optimizer step, after the ramp."""
         return self.batch_tokens // self.seq_len
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Tokens of a step, in the order of use."""
+        return (*(size for _, size in self.batch_ramp), self.batch_tokens)
+
+    def batch_at(self, step: int) -> int:
+        """Tokens of step 1, 2, …"""
+        return self.tokens_after(step) - self.tokens_after(step - 1)
+
+    def tokens_after(self, step: int) -> int:
+        """Tokens of the first `step` steps. Those of the ramp have its size until its tokens have been seen."""
+        seen = 0
+        for until, size in self.batch_ramp:
+            steps = min(step, max(0, -(-(until - seen) // size)))
+            seen, step = seen + steps * size, step - steps
+        return seen + step * self.batch_tokens
+
+    def rows_after(self, step: int) -> int:
+        """Rows of the first `step` steps."""
+        return self.tokens_after(step) // self.seq_len
+
+    def steps_for(self, tokens: int) -> int:
+        """The fewest steps that see at least so many tokens."""
+        return bisect_left(range(-(-tokens // min(self.batch_sizes))), tokens, key=self.tokens_after)
+
+    @property
+    def lr_in_steps(self) -> Schedule:
+        """The schedule, with the lengths that were given in tokens as steps."""
+        lr = self.lr
+        changes: dict[str, int | None] = {}
+        if lr.warmup_tokens is not None:
+            changes |= {"warmup_steps": self.steps_for(lr.warmup_tokens), "warmup_tokens": None}
+        if lr.decay_tokens is not None:
+            changes |= {"decay_steps": -(-lr.decay_tokens // self.batch_tokens), "decay_tokens": None}
+        return lr.model_copy(update=changes)
 
 
 class Recipe(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -207,25 +207,26 @@ class TrainingRows:
             )
         return lines
 
-    def end(self, num_steps: int, rows_per_step: int) -> int:
+    def end(self, num_steps: int, rows_after: Callable[[int], int]) -> int:
         """Steps of a stage of `num_steps`: as many whole ones as there are before a source that stops it runs dry.
 
         DataError if there is none, or if the stage needs more of another source than its max_epochs.
         """
-        total = num_steps * rows_per_step
+        total = rows_after(num_steps)
         steps = num_steps
         for name, most in self._limits("stop"):
             if self.blend.counts(total)[name] > most:
                 lasts = bisect_right(range(total), most, key=partial(self._given, name)) - 1
-                if lasts // rows_per_step < steps:
-                    steps, source = lasts // rows_per_step, self.sources[name]
-                    self.num_rows = steps * rows_per_step
+                whole = bisect_right(range(1, num_steps + 1), lasts, key=rows_after)
+                if whole < steps:
+                    steps, source = whole, self.sources[name]
+                    self.num_rows = rows_after(steps)
                     self.ending = (
                         f"the stage ends after {steps:,} of {num_steps:,} steps: {source.section} has rows for "
                         f"max_epochs={source.config.max_epochs:g} and when_exhausted = 'stop'"
                     )
-        require(steps > 0, f"{self.ending}; that is less than one step of {rows_per_step} rows", DataError)
-        counts = self.blend.counts(steps * rows_per_step)
+        require(steps > 0, f"{self.ending}; that is less than one step of {rows_after(1)} rows", DataError)
+        counts = self.blend.counts(rows_after(steps))
         for name, most in self._limits("error"):
             source, count = self.sources[name], counts[name]
             require(

@@ -16,15 +16,16 @@ from math import cos, pi
 from megatron_lite.config.schema import Schedule
 
 
-def learning_rate(s: Schedule, step: int, num_steps: int, batch_tokens: int) -> float:
-    """Rate of update `step`, counted from 1, of a stage of `num_steps` updates of `batch_tokens` tokens."""
+def learning_rate(s: Schedule, step: int, num_steps: int) -> float:
+    """Rate of update `step`, counted from 1, of a stage of `num_steps`, with lengths in steps (Stage.lr_in_steps)."""
     assert 1 <= step <= num_steps, f"update {step} of {num_steps}"
-    warmup = s.warmup(batch_tokens)
+    assert s.warmup_tokens is None and s.decay_tokens is None
+    warmup = s.warmup_steps or 0
     if step <= warmup:
         return s.peak * step / warmup
     if s.shape == "constant":
         return s.peak
-    start = num_steps - s.decay(batch_tokens) if s.shape == "wsd" else warmup
+    start = num_steps - (s.decay_steps or 0) if s.shape == "wsd" else warmup
     if step <= start:
         return s.peak
     progress = (step - start) / (num_steps - start)

@@ -36,7 +36,7 @@ class StagePlan:
     @property
     def tokens(self) -> int:
         """Of the whole stage."""
-        return self.stage.num_steps * self.stage.batch_tokens
+        return self.stage.tokens_after(self.stage.num_steps)
 
     @property
     def days(self) -> float:
@@ -131,7 +131,7 @@ def _stage(index: int, plan: StagePlan) -> list[str]:
     lines = [
         f"stage {index + 1}, {stage.name}: {grid.world:,} ranks ({layout}), recompute {parallel.recompute}, "
         f"{plan.recipe.precision}, ZeRO {plan.recipe.optimizer.zero}",
-        _row("tokens per step", f"{stage.batch_tokens:,}"),
+        _row("tokens per step", ", then ".join(f"{size:,}" for size in stage.batch_sizes)),
         _row("steps", f"{stage.num_steps:,}"),
         _row("tokens", f"{plan.tokens:,}"),
         _row("rows per step", f"{stage.rows_per_step:,} of {stage.seq_len:,} tokens"),

@@ -22,7 +22,7 @@ class Journal:
 
     def __init__(self, run: StageRun):
         self.run, self.speaks = run, run.ctx.world.rank == 0
-        self.flops_per_step = flops_per_token(run.recipe.model, run.stage.seq_len).full * run.stage.batch_tokens
+        self.flops_per_token = flops_per_token(run.recipe.model, run.stage.seq_len).full
         self.peak = _peak(run)
         self.seconds = 0.0  # of a step, smoothed
         if self.speaks:
@@ -66,7 +66,7 @@ class Journal:
             self.say(f"  the recipe is meant for {meant} ranks, this is {ctx.world.size}")
         self.say("  kernels: " + ", ".join(f"{op} {backend}" for op, backend in run.kernels.items()))
         self.say("  no weight decay on " + _summary(run.optimizer.undecayed()))
-        for line in run.rows.describe(run.stage.num_steps * run.stage.rows_per_step):
+        for line in run.rows.describe(run.stage.rows_after(run.stage.num_steps)):
             self.say(f"  {line}")
         self.say(f"  data fingerprint {state.data[:16]}")
         if state.step:
@@ -81,8 +81,9 @@ class Journal:
         self.seconds = seconds if not self.seconds else 0.9 * self.seconds + 0.1 * seconds
         if not self.speaks:
             return
-        tokens_per_second = run.stage.batch_tokens / seconds
-        utilisation = mfu(self.flops_per_step, seconds, run.ctx.world.size, self.peak)
+        tokens = run.stage.batch_at(state.step)
+        tokens_per_second, flops = tokens / seconds, tokens * self.flops_per_token
+        utilisation = mfu(flops, seconds, run.ctx.world.size, self.peak)
         entry: dict[str, Any] = {
             "step": state.step,
             "loss": result.loss,
@@ -94,7 +95,7 @@ class Journal:
             "valid_tokens": result.valid_tokens,
             "skipped": state.skipped,
             "tokens_per_second": tokens_per_second,
-            "flops_per_step": self.flops_per_step,
+            "flops_per_step": flops,
             "mfu": utilisation,
             "step_time_s": seconds,
             "data_time_s": data_seconds,
@@ -123,7 +124,8 @@ class Journal:
     def _samples(self) -> list[list[int | str]]:
         """[row of the stage, source, epoch, row of the source] of every row of the step just done."""
         end, rows = self.run.state.consumed_samples, self.run.rows
-        return [[row, *rows.place(row)] for row in range(end - self.run.stage.rows_per_step, end)]
+        begin = end - self.run.stage.batch_at(self.run.state.step) // self.run.stage.seq_len
+        return [[row, *rows.place(row)] for row in range(begin, end)]
 
     def evaluation(self, losses: dict[str, float]) -> None:
         """Losses of the validation sets at this step."""

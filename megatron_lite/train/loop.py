@@ -85,7 +85,7 @@ def one_step(run: StageRun, loader: StepLoader, journal: Journal) -> None:
     number = run.state.step + 1
     batches = fetch(run, loader)
     fetched = perf_counter()
-    lr = learning_rate(run.stage.lr, number, run.stage.num_steps, run.stage.batch_tokens)
+    lr = learning_rate(run.stage.lr_in_steps, number, run.stage.num_steps)
     sources = [[run.rows.source_of(row) for row in batch.samples] for batch in batches]
     result = train_step(run.model, run.optimizer, batches, run.ctx, lr=lr, clip=run.recipe.optimizer.clip,
                         sources=sources, num_sources=len(run.rows.names))  # fmt: skip
@@ -108,12 +108,13 @@ def fetch(run: StageRun, loader: StepLoader) -> list[Batch]:
 
 def advance(state: TrainState, result: StepResult, run: StageRun) -> TrainState:
     """Count a step. A skipped one uses up its rows and its place in the schedule, but is no update."""
+    tokens = run.stage.batch_at(state.step + 1)
     return replace(
         state,
         step=state.step + 1,
-        consumed_samples=state.consumed_samples + run.stage.rows_per_step,
-        consumed_tokens=state.consumed_tokens + run.stage.batch_tokens,
-        total_tokens=state.total_tokens + run.stage.batch_tokens,
+        consumed_samples=state.consumed_samples + tokens // run.stage.seq_len,
+        consumed_tokens=state.consumed_tokens + tokens,
+        total_tokens=state.total_tokens + tokens,
         optimizer_steps=run.optimizer.updates,
         skipped=state.skipped + result.skipped,
         consecutive_skips=state.consecutive_skips + 1 if result.skipped else 0,
@@ -146,9 +147,9 @@ def save(run: StageRun, journal: Journal) -> None:
 
 def open_loader(run: StageRun) -> StepLoader:
     """The rows from where the stage stands to its end."""
-    stage, data = run.stage, run.ctx.data
+    stage, data, done = run.stage, run.ctx.data, run.state.step
     return StepLoader(
-        run.rows, rows_per_step=stage.rows_per_step, micro_batch=stage.micro_batch, rank=data.rank, size=data.size,
-        start_row=run.state.consumed_samples, stop_row=stage.num_steps * stage.rows_per_step,
+        run.rows, steps=(stage.rows_after(step + 1) - stage.rows_after(step) for step in range(done, stage.num_steps)),
+        start_row=run.state.consumed_samples, micro_batch=stage.micro_batch, rank=data.rank, size=data.size,
         mask_documents=stage.mask_documents,
     )  # fmt: skip

@@ -104,7 +104,7 @@ def train_built(run: Run, ctx: ParallelContext, model: Transformer, optimizer: Z
     return [
         train_step(
             model, optimizer, step_batches(run, ctx, step), ctx,
-            lr=learning_rate(schedule, step + 1, run.steps, run.rows * run.seq_len), clip=run.optimizer.clip,
+            lr=learning_rate(schedule, step + 1, run.steps), clip=run.optimizer.clip,
         )
         for step in range(run.steps)
     ]  # fmt: skip

@@ -273,3 +273,22 @@ def test_the_log_tells_the_loss_of_each_source_apart_in_any_layout(tmp_path: Pat
             for name, facts in one["sources"].items():
                 assert ours["sources"][name]["tokens"] == facts["tokens"]
                 assert ours["sources"][name]["loss"] == pytest.approx(facts["loss"], rel=1e-5)
+
+
+def test_a_batch_ramp_takes_smaller_steps_first_and_goes_on_after_a_stop(tmp_path: Path) -> None:
+    stage = {"steps": None, "tokens": 1536, "batch_ramp": [[192, 64], [512, 128]], "micro_batch": 2}
+    straight = tiny_recipe(tmp_path, run=str(tmp_path / "straight"), stage=stage)
+    stopped = tiny_recipe(tmp_path, run=str(tmp_path / "stopped"), stage=stage)
+    run_ranks(run_stages, 2, straight, 0)
+    run_stages(single_process(), stopped, 0, stop_after=4)
+    run_ranks(run_stages, 2, stopped, 0)
+    entries = lines(straight, 0, "metrics")
+    assert [
+        entry["valid_tokens"] <= size for entry, size in zip(entries, [64] * 3 + [128] * 3 + [192] * 5, strict=True)
+    ]
+    assert [entry["consumed_samples"] for entry in entries] == [4, 8, 12, 20, 28, 36, 48, 60, 72, 84, 96]
+    assert [entry["samples"] for entry in lines(straight, 0, "samples")] == [
+        entry["samples"] for entry in lines(stopped, 0, "samples")
+    ]
+    for ours, theirs in zip(lines(stopped, 0, "metrics"), entries, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)

@@ -119,7 +119,7 @@ def plain_losses(model: torch.nn.Module, recipe: Recipe) -> list[tuple[float, fl
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(stage.lr, step + 1, stage.num_steps, stage.batch_tokens)
+            group["lr"] = learning_rate(stage.lr, step + 1, stage.num_steps)
         optimizer.step()
         optimizer.zero_grad()
         results.append((loss.item(), norm.item()))

@@ -52,6 +52,8 @@ CASES = [
     ("stage_has_one_length", ["stages.0.tokens=756"], ["tokens=756 and steps=10 are both set"]),
     ("stage_has_one_length", ["stages.0.steps="], ["exactly one of tokens and steps", "neither is set"]),
     ("batch_is_whole_rows", ["stages.0.batch_tokens=700"], ["batch_tokens=700", "seq_len=63", "use 693 or 756"]),
+    ("batch_is_whole_rows", ["stages.0.batch_ramp=[[1000, 64]]"], ["batch_ramp=64", "seq_len=63", "use 63 or 126"]),
+    ("ramp_rises", ["stages.0.batch_ramp=[[1000, 63], [1000, 126]]"], ["have to increase", "[1000, 1000]"]),
     ("batch_is_whole_rows", ["stages.0.batch_tokens=62"], ["batch_tokens=62", "use 63"]),
     (
         "rows_divide_among_ranks",

@@ -34,8 +34,8 @@ class Numbered:
 
 def _loader(rows, *, rows_per_step=12, micro_batch=2, rank=0, size=1, start=0, stop=36, mask=False) -> StepLoader:
     return StepLoader(
-        rows, rows_per_step=rows_per_step, micro_batch=micro_batch, rank=rank, size=size, start_row=start,
-        stop_row=stop, mask_documents=mask,
+        rows, steps=[rows_per_step] * ((stop - start) // rows_per_step), start_row=start, micro_batch=micro_batch,
+        rank=rank, size=size, mask_documents=mask,
     )  # fmt: skip
 
 
@@ -86,8 +86,11 @@ def test_reading_ahead_gives_what_reading_row_by_row_gives():
 def test_rows_that_cannot_be_divided_are_refused_with_the_numbers():
     with pytest.raises(DataError, match="a step of 3 rows .* 3 is not a multiple of 4"):
         _loader(Numbered(), rows_per_step=3, micro_batch=2, size=2)
-    with pytest.raises(DataError, match="rows 0 to 40 are 40, which is not a whole number of steps of 12 rows"):
-        _loader(Numbered(), stop=40)
+
+
+def test_steps_may_differ_in_size():
+    loader = StepLoader(Numbered(), steps=[2, 4, 2], start_row=3, micro_batch=2, rank=0, size=1, mask_documents=False)
+    assert _samples(loader) == [[(3, 4)], [(5, 6), (7, 8)], [(9, 10)]]
 
 
 def test_an_error_while_reading_ahead_is_raised_at_its_step():

@@ -154,9 +154,8 @@ def test_any_number_of_ranks_reads_the_same_rows_each_exactly_once(
     taken: list[list[tuple[int, bytes]]] = [[] for _ in range(first_step, 3)]
     for rank in range(size):
         loader = StepLoader(
-            open_training(_recipe(folder, *stage), 0, folder / "cache"), rows_per_step=per_step,
-            micro_batch=micro_batch, rank=rank, size=size, start_row=first_step * per_step, stop_row=3 * per_step,
-            mask_documents=True,
+            open_training(_recipe(folder, *stage), 0, folder / "cache"), steps=[per_step] * (3 - first_step),
+            micro_batch=micro_batch, rank=rank, size=size, start_row=first_step * per_step, mask_documents=True,
         )  # fmt: skip
         for step, batches in enumerate(loader):
             for batch in batches:
