@@ -3,6 +3,7 @@
 python tools/inspect_data.py check PREFIX… [--vocab-size N]
 python tools/inspect_data.py stats PREFIX…
 python tools/inspect_data.py show PREFIX [--tokenizer PATH] [--first K] [--count N] [--width CHARACTERS]
+python tools/inspect_data.py merge PREFIX… --output PREFIX
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import sys
 from collections.abc import Iterator
 
 import numpy as np
+from tqdm import tqdm
 
+from megatron_lite.data import merge as merging
 from megatron_lite.data.corpus import read_manifest, token_range
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.tokenizer import load_tokenizer
@@ -36,6 +39,11 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("--first", type=int, default=0, metavar="K", help="number of the first document (default: 0)")
     show.add_argument("--count", type=int, default=3, metavar="N", help="how many documents (default: 3)")
     show.add_argument("--width", type=int, default=400, metavar="W", help="characters, or ids, of each (default: 400)")
+    merge = commands.add_parser(
+        "merge", help="one pair out of several, in the order given; shards give one run's bytes"
+    )
+    merge.add_argument("prefix", nargs="+")
+    merge.add_argument("--output", required=True, metavar="P", help="prefix of the new pair")
     return flags
 
 
@@ -47,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
             lines: Iterator[str] = (line for prefix in args.prefix for line in check_corpus(prefix, args.vocab_size))
         elif args.command == "stats":
             lines = (line for prefix in args.prefix for line in describe_lengths(prefix))
+        elif args.command == "merge":
+            lines = merge_corpora(args.prefix, args.output)
         else:
             lines = show_documents(args.prefix, args.tokenizer, args.first, args.count, args.width)
         for line in lines:
@@ -107,6 +117,15 @@ def describe_lengths(prefix: str) -> Iterator[str]:
         low = high
     shares = ", ".join(f"{limit // 1024}K {int(lengths[lengths >= limit].sum()) / total:.1%}" for limit in SHARES)
     yield f"  share of tokens in documents of at least: {shares}"
+
+
+def merge_corpora(prefixes: list[str], output: str) -> Iterator[str]:
+    """Join pairs; one line about the result."""
+    total = sum(IndexedDataset(prefix, mmap=False).num_tokens for prefix in prefixes)
+    with tqdm(total=total, unit="token", unit_scale=True, disable=None) as bar:
+        written = merging.merge(prefixes, output, bar.update)
+    parts = f"{len(prefixes)} part{'s' if len(prefixes) > 1 else ''}"
+    yield f"{output}: {written.num_documents:,} documents, {written.num_tokens:,} tokens from {parts}"
 
 
 def show_documents(prefix: str, tokenizer_path: str | None, first: int, count: int, width: int) -> Iterator[str]:

@@ -29,7 +29,7 @@ from megatron_lite.data.readers import Block, Columns
 from megatron_lite.data.tokenizer import FastBackend, load_tokenizer
 from megatron_lite.errors import DataError
 from tests.helpers.corpora import write_corpus
-from tools import preprocess_data
+from tools import inspect_data, preprocess_data
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -237,7 +237,8 @@ def test_shards_merged_equal_one_run_and_so_do_merged_conversions(tmp_path, monk
     for k in range(count):
         prepare(sources, str(tmp_path / f"part-{k}"), options, shard=(k, count))
     monkeypatch.setattr(merging, "TOKENS", 100)
-    merging.merge([str(tmp_path / f"part-{k}") for k in range(count)], str(tmp_path / "joined"))
+    parts = [str(tmp_path / f"part-{k}") for k in range(count)]
+    assert inspect_data.main(["merge", *parts, "--output", str(tmp_path / "joined")]) == 0
     assert _files(tmp_path / "joined") == _files(tmp_path / "one")
     one, joined = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "joined"))
     assert all(one[key] == joined[key] for key in one if key not in ("shard", "inputs"))
