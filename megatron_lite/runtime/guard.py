@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from megatron_lite.parallel.context import Axis, ParallelContext
 T = TypeVar("T")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PULSE_S = 1.0  # between two signs of life of a rank that is busy
 
 
 def together(ctx: ParallelContext, action: Callable[[], T]) -> T:
@@ -40,6 +42,24 @@ def together(ctx: ParallelContext, action: Callable[[], T]) -> T:
     kind, message = answers[failed[0]]
     everywhere = len(failed) == ctx.world.size
     raise kind(message if everywhere else f"{message} (on rank {', '.join(map(str, failed))} of {ctx.world.size})")
+
+
+def patiently(ctx: ParallelContext, action: Callable[[], T]) -> T:
+    """`together` for an action that may take longer than a collective's time limit, such as building an index.
+
+    It runs in a thread of its own, while all ranks tell each other every PULSE_S whether they are still busy: no rank
+    waits in a collective for longer than that, and one that dies still ends the others within the limit.
+    """
+    if ctx.world.size == 1:
+        return action()
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="patiently")
+    result = thread.submit(action)
+    thread.shutdown(wait=False)
+    busy = 1.0
+    while busy:
+        wait([result], PULSE_S)
+        (busy,) = sum_over(ctx, ctx.world, not result.done())
+    return together(ctx, result.result)
 
 
 class Stop:

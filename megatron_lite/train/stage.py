@@ -14,7 +14,14 @@ from megatron_lite.checkpoint.state import TrainState, check_data, compare_recip
 from megatron_lite.config.load import read_recipe, to_toml
 from megatron_lite.config.schema import Recipe, Stage
 from megatron_lite.config.stages import for_stage
-from megatron_lite.data.loader import check_tokenizer, ended, open_training, open_validation
+from megatron_lite.data.loader import (
+    cache_folder,
+    check_tokenizer,
+    count_indexes,
+    ended,
+    open_training,
+    open_validation,
+)
 from megatron_lite.data.source import Rows, TrainingRows
 from megatron_lite.errors import CheckpointError, require
 from megatron_lite.models.init import initial_tensors
@@ -23,7 +30,7 @@ from megatron_lite.monitor.sinks import check_packages
 from megatron_lite.ops import select
 from megatron_lite.optim.zero1 import Zero1
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.runtime.guard import together
+from megatron_lite.runtime.guard import patiently, sum_over, together
 from megatron_lite.train.replicas import check_replicas
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -112,13 +119,15 @@ def open_stage(recipe: Recipe, index: int, ctx: ParallelContext, resume: str) ->
     whole, recipe = recipe, for_stage(recipe, index)
     stage = recipe.stages[index]
     start = together(ctx, lambda: find_start(recipe, index, resume))
-    cache = Path(recipe.data.cache) if recipe.data.cache else Path(recipe.run) / "cache"
+    cache = cache_folder(recipe)
     kernels = together(ctx, lambda: select.resolve(recipe.kernels.model_dump(), ctx.device.type, recipe.precision))
     together(ctx, lambda: check_packages(recipe.logging))
-    rows = together(ctx, lambda: open_training(recipe, index, cache))
+    rows = patiently(ctx, lambda: open_training(recipe, index, cache))
     recipe = ended(recipe, index, rows)
     stage = recipe.stages[index]
-    validation = together(ctx, lambda: open_validation(recipe, index, cache))
+    validation = patiently(ctx, lambda: open_validation(recipe, index, cache))
+    num_indexes, built = count_indexes(rows, validation)
+    (built_by_all,) = sum_over(ctx, ctx.world, built)
     together(ctx, lambda: check_tokenizer(recipe, index) if ctx.world.rank == 0 else None)
 
     ops = select.build(kernels)
@@ -133,7 +142,7 @@ def open_stage(recipe: Recipe, index: int, ctx: ParallelContext, resume: str) ->
         total_tokens=start.tokens_before, optimizer_steps=0, skipped=0, consecutive_skips=0, complete=False,
         data=rows.fingerprint, recipe=to_toml(whole),
     )  # fmt: skip
-    lines = [start.why]
+    lines = [start.why, f"indexes: {num_indexes} in {cache}, {int(built_by_all) or 'none'} built now"]
     if start.checkpoint is None:
         optimizer.fill(initial_tensors(recipe.model, recipe.seed))
     else:
