@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def open_training(recipe: Recipe, stage: int, cache: Path) -> TrainingRows:
         name: _source(recipe, stage, f"sources.{name}", recipe.sources[name], cache) for name in sorted(config.mixture)
     }
     rows = TrainingRows(sources, recipe.seed, stage, blend=config.blend, fractions=config.fractions)
-    if rows.end(config.num_steps, config.rows_per_step) < config.num_steps:
+    if rows.end(config.num_steps, config.rows_after) < config.num_steps:
         view = StageView(stage, ended(recipe, stage, rows), recipe.model, recipe.parallel, ranks=None)
         problems = [found.message for found in schedule_fits_into_stage(view)]
         require(not problems, f"{rows.ending}, but {'; '.join(problems)}", DataError)
@@ -49,8 +50,8 @@ def ended(recipe: Recipe, stage: int, rows: Rows) -> Recipe:
     """The recipe with as many steps in stage `stage` as its rows last for; the same recipe if they are endless."""
     if rows.num_rows is None:
         return recipe
-    steps = rows.num_rows // recipe.stages[stage].rows_per_step
     stages = list(recipe.stages)
+    steps = bisect_right(range(1, stages[stage].num_steps + 1), rows.num_rows, key=stages[stage].rows_after)
     stages[stage] = stages[stage].model_copy(update={"steps": steps, "tokens": None})
     return recipe.model_copy(update={"stages": tuple(stages)})
 
@@ -105,33 +106,21 @@ class StepLoader:
         self,
         rows: Rows,
         *,
-        rows_per_step: int,
+        steps: Iterable[int],
+        start_row: int,
         micro_batch: int,
         rank: int,
         size: int,
-        start_row: int,
-        stop_row: int,
         mask_documents: bool,
     ):
-        """Reads rows start_row … stop_row-1, `rows_per_step` a step over all ranks, in a thread; `close()` ends it."""
-        require(
-            rows_per_step > 0 and rows_per_step % (micro_batch * size) == 0,
-            f"a step of {rows_per_step} rows cannot be divided into micro-batches of {micro_batch} rows on {size} "
-            f"data-parallel ranks: {rows_per_step} is not a multiple of {micro_batch * size}; change batch_tokens, "
-            f"micro_batch or the number of ranks",
-            DataError,
-        )
-        require(
-            0 <= start_row <= stop_row and (stop_row - start_row) % rows_per_step == 0,
-            f"rows {start_row} to {stop_row} are {stop_row - start_row}, which is not a whole number of steps of "
-            f"{rows_per_step} rows",
-            DataError,
-        )
+        """Reads in a thread, from `start_row` on; `steps` are the rows of each step over all ranks. `close()` ends it.
+
+        Errors: DataError at the first step whose rows are not whole micro-batches for every rank.
+        """
         self._rows, self._micro_batch, self._mask = rows, micro_batch, mask_documents
         self._stride = micro_batch * size
         self._rank_offset = rank * micro_batch
-        self._steps: Iterator[int] = iter(range(start_row, stop_row, rows_per_step))
-        self._micro_batches = rows_per_step // self._stride
+        self._steps, self._next_row = iter(steps), start_row
         self._pending: deque[Future[list[Batch]]] = deque()
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._read_ahead()
@@ -154,12 +143,20 @@ class StepLoader:
         self._reader.shutdown(cancel_futures=True)
 
     def _read_ahead(self) -> None:
-        while len(self._pending) < AHEAD and (start := next(self._steps, None)) is not None:
-            self._pending.append(self._reader.submit(self._step, start))
+        while len(self._pending) < AHEAD and (rows := next(self._steps, None)) is not None:
+            require(
+                rows > 0 and rows % self._stride == 0,
+                f"a step of {rows} rows cannot be divided into micro-batches of {self._micro_batch} rows on "
+                f"{self._stride // self._micro_batch} data-parallel ranks: {rows} is not a multiple of {self._stride}; "
+                f"change batch_tokens, micro_batch or the number of ranks",
+                DataError,
+            )
+            self._pending.append(self._reader.submit(self._step, self._next_row, rows // self._stride))
+            self._next_row += rows
 
-    def _step(self, start: int) -> list[Batch]:
+    def _step(self, start: int, micro_batches: int) -> list[Batch]:
         batches = []
-        for m in range(self._micro_batches):
+        for m in range(micro_batches):
             first = start + m * self._stride + self._rank_offset
             samples = range(first, first + self._micro_batch)
             batches.append(make_batch([self._rows.row(i) for i in samples], samples, self._mask))
