@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command with --resume goes on after the last input that was done", file=sys.stderr)
         return 130
-    print(report(summary, prefix, time.monotonic() - progress.start))
+    print(report(summary, prefix, f"{time.monotonic() - progress.start:.1f} s{progress.speed()}"))
     return 0
 
 
@@ -85,6 +85,8 @@ class Progress:
         total = sum((share.path.stat().st_size if share.end is None else share.end) - share.begin for share in work)
         self.bar = tqdm(total=total, unit="B", unit_scale=True, disable=None)
         self.start, self.tokens = time.monotonic(), 0
+        self.times: list[float] = []  # of the first and the latest block
+        self.bytes = 0  # after the first block
 
     def __enter__(self) -> Progress:
         return self
@@ -95,19 +97,28 @@ class Progress:
     def show(self, block: Encoded) -> None:
         """Count a block."""
         self.tokens += block.tokens.size
+        self.bytes += block.consumed if self.times else 0
+        self.times = [self.times[0] if self.times else time.monotonic(), time.monotonic()]
         self.bar.update(block.consumed)
         rate = self.tokens / (time.monotonic() - self.start)
         self.bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
 
+    def speed(self) -> str:
+        """Start-up, then input bytes a second from the first block to the last."""
+        if len(self.times) < 2 or self.times[0] == self.times[1]:
+            return ""
+        rate = self.bytes / (self.times[1] - self.times[0]) / 1e6
+        return f" ({self.times[0] - self.start:.1f} s to start, then {rate:.1f} MB/s)"
 
-def report(summary: Summary, prefix: str, seconds: float) -> str:
+
+def report(summary: Summary, prefix: str, took: str) -> str:
     """What was written and what was left out."""
     bad = "".join(f"\n  {count} x {reason}" for reason, count in sorted(summary.bad.items()))
     more = f" filtered={summary.filtered}" if summary.filtered else ""
     more += f" checked={summary.checked}" if summary.checked else ""
     return (
         f"{prefix}.bin, .idx, .json: documents={summary.documents} tokens={summary.tokens} empty={summary.empty} "
-        f"bad={summary.bad.total()}{more} in {seconds:.1f} s{bad}"
+        f"bad={summary.bad.total()}{more} in {took}{bad}"
     )
 
 

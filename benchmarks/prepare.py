@@ -1,0 +1,132 @@
+"""Megabytes of text prepared per second against others, in turn, on the same file: ours, theirs, ours, theirs, …
+
+  python -m benchmarks.prepare --input corpus.jsonl --tokenizer tokenizer.json --workers 2 \\
+      --peer "bare encode_batch_fast=/envs/peer/bin/python peer.py --limit-only --workers 2"
+
+A peer's command is given --input, --tokenizer and --output-prefix as well and prints a JSON line with "MB_per_s". Ours
+is timed from the first block to the last, start-up apart. Figures come from fresh processes; ratios are taken within a
+round. `--verify` compares every id of the corpus with the tokenizers library first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import orjson
+
+from megatron_lite.data.encode import Encoded, Options
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.prepare import prepare
+from megatron_lite.data.tokenizer import load_tokenizer
+from megatron_lite.errors import require
+from tools.benchmark import where
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    p = argparse.ArgumentParser(description="Time the preparation of a corpus against others, in turn.")
+    p.add_argument("--input", type=Path, required=True, metavar="FILE", help="JSON lines")
+    p.add_argument("--tokenizer", required=True)
+    p.add_argument("--workers", type=int, default=2)
+    p.add_argument("--backend", choices=["auto", "reference"], default="auto")
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
+    p.add_argument("--save", type=Path, metavar="FILE", help="append the JSON lines, with date, commit and machine")
+    p.add_argument("--verify", action="store_true", help="compare every id with the tokenizers library")
+    p.add_argument("--measure", action="store_true", help="run ours here and print its JSON line")
+    return p
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Prepare the input once."""
+    times: list[tuple[float, int]] = []
+
+    def note(block: Encoded) -> None:
+        times.append((time.perf_counter(), block.consumed))
+
+    with tempfile.TemporaryDirectory(dir=args.input.parent) as folder:
+        begin = time.perf_counter()
+        options = Options(args.tokenizer, append_eod=True, backend=args.backend)
+        summary = prepare([args.input], f"{folder}/out", options, args.workers, progress=note)
+    seconds = times[-1][0] - times[0][0]
+    read = sum(consumed for _, consumed in times[1:])
+    return {
+        "MB_per_s": read / seconds / 1e6, "tokens": summary.tokens, "start_s": times[0][0] - begin,
+        "checked": summary.checked,
+    }  # fmt: skip
+
+
+def verify(args: argparse.Namespace) -> int:
+    """The number of documents, after each one's ids were found to be those of the tokenizers library."""
+    tokenizer, documents = load_tokenizer(args.tokenizer), 0
+    with tempfile.TemporaryDirectory(dir=args.input.parent) as folder:
+        prepare([args.input], f"{folder}/out", Options(args.tokenizer), args.workers)
+        dataset = IndexedDataset(f"{folder}/out")
+        with args.input.open("rb") as file:
+            for line in file:
+                ids, _ = tokenizer.encode([orjson.loads(line)["text"]])
+                if ids.size:
+                    same = np.array_equal(dataset.document(documents), ids)
+                    require(same, f"document {documents} differs")
+                    documents += 1
+    assert documents == dataset.num_documents
+    return documents
+
+
+def run(command: list[str]) -> dict[str, Any]:
+    """The JSON line a command prints."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    require(done.returncode == 0 and bool(lines), f"{shlex.join(command)} gave no figure:\n{done.stderr[-2000:]}")
+    return json.loads(lines[-1])
+
+
+def main(args: argparse.Namespace) -> None:
+    """A line for each round, then a JSON line for each peer."""
+    if args.verify:
+        print(f"{verify(args):,} documents, every id equal", flush=True)
+    work = ["--input", str(args.input), "--tokenizer", args.tokenizer]
+    here = [sys.executable, "-m", "benchmarks.prepare", *work, "--measure"]
+    ours = [*here, "--workers", str(args.workers), "--backend", args.backend]
+    peers = dict(peer.split("=", 1) for peer in args.peer)
+    rounds = []
+    for number in range(args.rounds):
+        mine = run(ours)
+        rates = {"ours": mine["MB_per_s"]}
+        with tempfile.TemporaryDirectory(dir=args.input.parent) as folder:
+            for name, command in peers.items():
+                rates[name] = run([*shlex.split(command), *work, "--output-prefix", f"{folder}/out"])["MB_per_s"]
+        rounds.append(rates)
+        print(f"round {number + 1}: " + "  ".join(f"{name} {rate:.1f}" for name, rate in rates.items()), flush=True)
+    for name in peers:
+        ratios = [rates["ours"] / rates[name] for rates in rounds]
+        result = {
+            "peer": name, "tokenizer": Path(args.tokenizer).parent.name, "backend": args.backend,
+            "workers": args.workers, "MB": args.input.stat().st_size / 1e6, "rounds": args.rounds,
+            "ours_MB_per_s": round(median(rates["ours"] for rates in rounds), 1),
+            "peer_MB_per_s": round(median(rates[name] for rates in rounds), 2),
+            "ratio": round(median(ratios), 2), "ratio_min": round(min(ratios), 2), "ratio_max": round(max(ratios), 2),
+            "start_s": round(mine["start_s"], 1), "checked": mine["checked"],
+        }  # fmt: skip
+        print(json.dumps(result), flush=True)
+        if args.save is not None:
+            with args.save.open("a") as file:
+                print(json.dumps(result | where()), file=file)
+
+
+if __name__ == "__main__":
+    arguments = parser().parse_args()
+    if arguments.measure:
+        print(json.dumps(measure(arguments)), flush=True)
+    else:
+        main(arguments)
