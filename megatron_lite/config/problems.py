@@ -24,7 +24,7 @@ from megatron_lite.config.suggest import closest, did_you_mean
 STAND_INS: dict[str, Any] = {
     **dict.fromkeys(("run", "path", "name"), "stand-in"),
     **dict.fromkeys(("seq_len", "batch_tokens", "micro_batch", "original_max_position_embeddings"), 1),
-    **{"factor": 1.0, "peak": 1.0, "lr": {"peak": 1.0}, "blend": {}, "sources": {}, "model": PRESETS["tiny-qwen3"]},
+    **{"factor": 1.0, "peak": 1.0, "lr": {"peak": 1.0}, "sources": {}, "model": PRESETS["tiny-qwen3"]},
     **PRESETS["tiny-qwen3"],
 }
 
