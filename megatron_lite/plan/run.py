@@ -132,7 +132,7 @@ def _stage(index: int, plan: StagePlan) -> list[str]:
         f"stage {index + 1}, {stage.name}: {grid.world:,} ranks ({layout}), recompute {parallel.recompute}, "
         f"{plan.recipe.precision}, ZeRO {plan.recipe.optimizer.zero}",
         _row("tokens per step", ", then ".join(f"{size:,}" for size in stage.batch_sizes)),
-        _row("steps", f"{stage.num_steps:,}"),
+        _row("steps", f"{stage.num_steps:,}{_until(plan)}"),
         _row("tokens", f"{plan.tokens:,}"),
         _row("rows per step", f"{stage.rows_per_step:,} of {stage.seq_len:,} tokens"),
         _row("micro-batches", f"{plan.micro_batches:,} of {stage.micro_batch:,} rows on each rank"),
@@ -154,6 +154,13 @@ def _stage(index: int, plan: StagePlan) -> list[str]:
     lines += [_row("  total", _gb(memory.total)), "  bytes each rank sends per step"]
     lines += [_row(f"  {what}", _gb(size)) for what, size in plan.traffic.items()] or [_row("  none", _gb(0))]
     return [*lines, _row("days", _days(plan.days))]
+
+
+def _until(plan: StagePlan) -> str:
+    """What may end the stage before that; how many rows there are is known where the corpora are."""
+    sources = {name: plan.recipe.sources[name] for name, weight in plan.stage.mixture.items() if weight}
+    limits = [f"{s.max_epochs:g} epochs of {name}" for name, s in sources.items() if s.when_exhausted == "stop"]
+    return f", or until {' or '.join(limits)} are over" if limits else ""
 
 
 def _row(name: str, value: str) -> str:

@@ -94,6 +94,13 @@ def test_stages_are_planned_each_with_its_own_layout_and_summed():
     assert "40% MFU in the full attention convention" in " ".join(report.split())
 
 
+def test_a_source_that_may_end_a_stage_is_said_with_its_steps():
+    stops = ["sources.code.max_epochs=1.5", "sources.code.when_exhausted=stop"]
+    assert _row(describe(read(*stops), [0], 1), "steps") == "10, or until 1.5 epochs of code are over"
+    unused = [*stops, "stages.0.blend.code=0"]
+    assert _row(describe(read(*unused), [0], 1), "steps") == "10"
+
+
 def test_days_follow_from_tokens_flops_ranks_and_the_stated_utilisation():
     plan = plan_stage(load_recipe(QWEN3), 0, 512)
     seconds = plan.tokens * plan.flops.full / (512 * 312e12 * 0.4)
