@@ -1,6 +1,6 @@
 """Time, memory and padding of best-fit packing over documents of log-normal lengths; memory is right for one case.
 
-  python -m benchmarks.packing [DOCUMENTS MEAN_TOKENS SEQ_LEN]
+python -m benchmarks.packing [DOCUMENTS MEAN_TOKENS SEQ_LEN]
 """
 
 from __future__ import annotations
