@@ -7,7 +7,8 @@ that matters, never after a path.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -114,14 +115,41 @@ def identity(dataset: IndexedDataset) -> str:
     return hashlib.sha256(repr(facts).encode() + samples).hexdigest()
 
 
-def token_range(dataset: IndexedDataset) -> tuple[int, int]:
-    """The smallest and the largest id, by reading all tokens."""
+def token_range(dataset: IndexedDataset, progress: Callable[[int], object] = lambda tokens: None) -> tuple[int, int]:
+    """The smallest and the largest id, by reading all tokens; `progress` is told how many at a time."""
     low, high = 2**63, -1
     for start in range(0, dataset.num_tokens, CHUNK):
         tokens = dataset.read(start, min(CHUNK, dataset.num_tokens - start))
         low, high = min(low, int(tokens.min())), max(high, int(tokens.max()))
-    require(low >= 0, f"{dataset.bin} holds the id {low}; ids are not negative", DataError)
+        require(
+            low >= 0,
+            f"{dataset.bin}: document {document_at(dataset, start + int(tokens.argmin()))[0]} holds the id {low}; ids "
+            "are not negative",
+            DataError,
+        )
+        progress(len(tokens))
     return low, high
+
+
+def first_with(dataset: IndexedDataset, least: int) -> int | None:
+    """Number of the first document that holds an id of at least `least`."""
+    for start in range(0, dataset.num_tokens, CHUNK):
+        found = dataset.read(start, min(CHUNK, dataset.num_tokens - start)) >= least
+        if found.any():
+            return document_at(dataset, start + int(np.argmax(found)))[0]
+    return None
+
+
+def document_at(dataset: IndexedDataset, token: int) -> tuple[int, int, int]:
+    """Which document holds token `token` of PREFIX.bin: its number, its first token there, and one past its last."""
+    sequence = bisect_right(dataset.pointers, token * dataset.dtype.itemsize) - 1
+    number = bisect_right(dataset.document_index, sequence) - 1
+    ends = (int(dataset.document_index[number]), int(dataset.document_index[number + 1]))
+    begin, end = (
+        (int(dataset.pointers[at]) if at < dataset.num_sequences else dataset.bin_bytes) // dataset.dtype.itemsize
+        for at in ends
+    )
+    return number, begin, end
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
@@ -166,7 +194,7 @@ def _selection(dataset: IndexedDataset, span: tuple[int, int], min_length: int, 
 
 def _load(path: Path, dataset: IndexedDataset) -> Stream:
     with _reading(path):
-        table = np.load(path, mmap_mode="r" if dataset.mmap else None)
+        table = np.asarray(np.load(path, mmap_mode="r" if dataset.mmap else None))  # a plain array is read faster
     return Stream(table, None) if table.ndim == 1 else Stream(table[0], table[1, :-1])
 
 

@@ -93,17 +93,29 @@ class Source:
         begin, count = int(starts[0]) + index * self.stride, self.seq_len + 1
         first, last, borders = packing.row_pieces(starts, begin, self.seq_len)
         if places is None:
-            return Row(self.dataset.read(begin, count).astype(np.int64), np.asarray(borders))
-        edges = [begin, *(borders + begin).tolist(), begin + count]
+            return Row(self.dataset.read(begin, count).astype(np.int64), borders)
         tokens = np.zeros(count, dtype=np.int64)  # padding is the id 0
         num_labels = None
-        for piece, lo, hi in zip(range(first, last), edges[:-1], edges[1:], strict=True):
-            place = int(places[piece])
-            if place == packing.PADDING:
-                num_labels = lo - begin - 1
+        for lo, hi, place in self._pieces(begin, first, last, borders):
+            if place is None:
+                num_labels = lo - 1
             else:
-                tokens[lo - begin : hi - begin] = self.dataset.read(place + lo - int(starts[piece]), hi - lo)
-        return Row(tokens, np.asarray(borders), num_labels)
+                tokens[lo:hi] = self.dataset.read(place, hi - lo)
+        return Row(tokens, borders, num_labels)
+
+    def pieces(self, index: int) -> list[tuple[int, int, int | None]]:
+        """What row `index` holds: (begin, end, token of PREFIX.bin at `begin`, None for padding) along the row."""
+        begin = int(self.stream.starts[0]) + index * self.stride
+        return list(self._pieces(begin, *packing.row_pieces(self.stream.starts, begin, self.seq_len)))
+
+    def _pieces(self, begin: int, first: int, last: int, borders: np.ndarray) -> Iterator[tuple[int, int, int | None]]:
+        starts, places = self.stream.starts, self.stream.places
+        edges = [0, *borders.tolist(), self.seq_len + 1]
+        for piece, lo, hi in zip(range(first, last), edges[:-1], edges[1:], strict=True):
+            place = begin + lo
+            if places is not None:
+                place += int(places[piece]) - int(starts[piece])
+            yield lo, hi, None if places is not None and places[piece] == packing.PADDING else place
 
     def padding(self) -> int:
         """Inputs, over all rows, that are no tokens of documents."""
