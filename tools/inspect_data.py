@@ -131,6 +131,8 @@ def check_corpus(prefix: str, vocab_size: int | None, tokenizer: Tokenizer | Non
 
 def describe_lengths(args: argparse.Namespace) -> Iterator[str]:
     """A table of each corpus, then what each holds of all tokens, and the picture."""
+    if args.png:
+        lengths.check_matplotlib()
     tables = {}
     for prefix in args.prefix:
         tables[prefix] = lengths.count_lengths(IndexedDataset(prefix))

@@ -29,8 +29,7 @@ class Cache:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.built = 0  # entries that this process built
-        self.found = 0  # entries that were there, or that another process built while this one waited
+        self.opened: dict[Path, bool] = {}  # entry -> was it built here, or found, or built by a process waited for
 
     def entry(self, kind: str, key: str, suffix: str, build: Callable[[], bytes | np.ndarray]) -> Path:
         """Where the entry lies: the file of those bytes, or the .npy of that array, if need be built now."""
@@ -46,9 +45,8 @@ class Cache:
                     content = build()
                     with atomic_file(path) as file:
                         np.save(file, content) if isinstance(content, np.ndarray) else file.write(content)
-                    self.built += 1
-                    return path
-        self.found += 1
+                    self.opened[path] = True
+        self.opened.setdefault(path, False)
         return path
 
 

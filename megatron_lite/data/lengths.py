@@ -127,16 +127,21 @@ def describe_sources(tables: Mapping[str, Lengths]) -> Iterator[str]:
         )
 
 
-def draw(tables: Mapping[str, Lengths], output: Path) -> None:
-    """Write a picture: tokens by length of document, and the share of tokens in documents of at least any length.
-
-    DataError: matplotlib is not installed, or does not know the ending of `output`.
-    """
+def check_matplotlib() -> None:
+    """DataError if it is not there to draw with."""
     require(
         find_spec("matplotlib") is not None,
         "a picture needs matplotlib, which is not installed: pip install 'megatron-lite[plot]'",
         DataError,
     )
+
+
+def draw(tables: Mapping[str, Lengths], output: Path) -> None:
+    """Write a picture: tokens by length of document, and the share of tokens in documents of at least any length.
+
+    DataError: matplotlib is not installed, or does not know the ending of `output`.
+    """
+    check_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.8), layout="constrained")

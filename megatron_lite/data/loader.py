@@ -63,9 +63,11 @@ def cache_folder(recipe: Recipe) -> Path:
 
 def count_indexes(rows: TrainingRows, validation: Mapping[str, ValidationRows]) -> tuple[int, int]:
     """How many index files these rows read, and how many of them this process built."""
-    caches = [source.cache for source in (*rows.sources.values(), *(held.source for held in validation.values()))]
-    built = sum(cache.built for cache in caches)
-    return built + sum(cache.found for cache in caches), built
+    opened: dict[Path, bool] = {}
+    for source in (*rows.sources.values(), *(held.source for held in validation.values())):
+        for path, built in source.cache.opened.items():
+            opened[path] = built or opened.get(path, False)
+    return len(opened), sum(opened.values())
 
 
 def check_tokenizer(recipe: Recipe, stage: int) -> None:

@@ -48,8 +48,8 @@ def _two_nodes(ctx: ParallelContext, recipe: Recipe, caches: Path, delay_s: floa
 def test_an_index_that_takes_three_time_limits_to_build_ends_no_run_and_is_built_once_a_node(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, stage={"steps": 1, "lr": {"peak": 1e-3}})
     for origin in run_ranks(_two_nodes, 3, recipe, tmp_path, 15.0, 5.0):
-        # rows and a survey of each of two corpora; the validation set finds its own among them
-        assert origin[1].startswith("indexes: 6 in ") and origin[1].endswith(", 8 built now")
+        # documents and a survey of each of two corpora; the validation set finds its own among them
+        assert origin[1].startswith("indexes: 4 in ") and origin[1].endswith(", 8 built now")
 
 
 def _free_port() -> int:
@@ -76,7 +76,7 @@ def test_two_nodes_with_a_cache_each_train_together(tmp_path: Path) -> None:
     ]  # fmt: skip
     answers = [node.communicate(timeout=100) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], answers
-    assert f"indexes: 6 in {tmp_path / 'cache 0'}, 8 built now" in answers[0][0] and not answers[1][0]
+    assert f"indexes: 4 in {tmp_path / 'cache 0'}, 8 built now" in answers[0][0] and not answers[1][0]
     assert len(curve(recipe)) == 3
     names = [sorted(path.name for path in (tmp_path / f"cache {node}").iterdir()) for node in (0, 1)]
     assert len(names[0]) == 4 and names[0] == names[1]

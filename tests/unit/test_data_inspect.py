@@ -8,9 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_lite.config.load import to_toml
+from megatron_lite.data import cache, lengths
 from megatron_lite.data.indexed import DTYPES
 from megatron_lite.data.prepare import Options, prepare
-from tests.helpers.corpora import counting, write_corpus
+from megatron_lite.parallel.context import single_process
+from tests.helpers.corpora import counting, data_recipe, write_corpus
+from tests.helpers.runs import run_stages, tiny_recipe
 from tools import inspect_data
 
 
@@ -89,3 +93,126 @@ def test_lengths_add_up(tmp_path, capsys):
     tokens = [int(row[5].replace(",", "")) for row in rows if row[1] == "to"]
     assert sum(counts) == 5 and sum(tokens) == 6006
     assert "4K 83.3%, 8K 0.0%" in out
+
+
+def test_every_broken_corpus_is_named_and_every_whole_one_too(tmp_path, capsys):
+    for name in "abc":
+        write_corpus(tmp_path / name, [[1, 2, 3], [4]])
+    (tmp_path / "a.bin").write_bytes(b"\0" * 6)
+    code, out, err = _run(capsys, "check", *(tmp_path / name for name in "abcd"))
+    assert code == 1 and [line.split(": ")[0] for line in out.splitlines()] == [str(tmp_path / n) for n in "bc"]
+    assert "a.bin has 6 bytes" in err and "d.idx does not exist" in err and len(err.splitlines()) == 2
+
+
+def test_the_vocabulary_can_be_a_tokenizers(tmp_path, capsys):
+    prefix = _prepared(tmp_path)
+    assert _run(capsys, "check", prefix, "--tokenizer", "byte")[0] == 0
+    write_corpus(tmp_path / "d", [[1, 2], [256], [257, 3]])
+    code, _, err = _run(capsys, "check", tmp_path / "d", "--tokenizer", "byte")
+    assert code == 1 and "document 2 holds an id that is not below 257; the largest is 257" in err
+    manifest = json.loads((tmp_path / "c.json").read_text())
+    manifest["tokenizer"] |= {"fingerprint": "0", "name": "another"}
+    (tmp_path / "c.json").write_text(json.dumps(manifest))
+    code, _, err = _run(capsys, "check", prefix, "--tokenizer", "byte")
+    assert code == 1 and "was written with the tokenizer another, not with byte" in err
+
+
+def test_several_corpora_are_told_apart_and_together_and_drawn(tmp_path, capsys, monkeypatch):
+    for name, sizes in {"a": [1, 2, 3], "b": [4096, 10]}.items():
+        write_corpus(tmp_path / name, counting(sizes))
+    prefixes = [tmp_path / "a", tmp_path / "b"]
+    monkeypatch.setattr(lengths, "draw", lambda tables, output: output.write_text(" ".join(tables)))
+    monkeypatch.setattr(lengths, "check_matplotlib", lambda: None)
+    code, out, _ = _run(capsys, "stats", *prefixes, "--png", tmp_path / "x.png")
+    assert code == 0 and "all 2 corpora: 5 documents, 4,112 tokens" in out
+    assert f"{tmp_path / 'b'} " in out and "4,106  99.85%" in out
+    assert (tmp_path / "x.png").read_text() == f"{tmp_path / 'a'} {tmp_path / 'b'}"
+
+
+@pytest.mark.parametrize("command", ["check", "stats"])
+def test_nothing_but_the_answer_is_printed_where_nobody_looks_at_a_terminal(tmp_path, capsys, command):
+    write_corpus(tmp_path / "c", [[1, 2, 3]])
+    assert _run(capsys, command, tmp_path / "c")[2] == ""
+
+
+BEST_FIT = {"packing": "best_fit", "mask_documents": True}
+
+
+def _recipe(folder: Path, min_length: int = 0, **more) -> Path:
+    """Letters of a source with borders everywhere, as a recipe's file."""
+    texts = ["ab", "cdefgh", "i", "jklmnopqrstuvwxyz"]
+    write_corpus(folder / "c", [list(text.encode()) for text in texts])
+    sources = {"letters": {"path": str(folder / "c"), "min_length": min_length}}
+    recipe = data_recipe(sources, seq_len=8, rows=1, steps=3, vocab_size=300, run=str(folder / "run"), **more)
+    model = recipe.model.model_copy(update={"qk_norm": True})
+    (folder / "recipe.toml").write_text(to_toml(recipe.model_copy(update={"model": model})))
+    return folder / "recipe.toml"
+
+
+def test_rows_are_shown_with_borders_between_documents(tmp_path, capsys):
+    path = _recipe(tmp_path)
+    shown = {}
+    for row in range(3):
+        code, out, _ = _run(capsys, "show", "--recipe", path, "--stage", "only", "--row", row)
+        head, _, body = out.partition("\n")
+        assert code == 0 and head.startswith(f"=== row {row}: row ") and ", epoch 0; 8 inputs" in head
+        assert f" of sources.letters ({tmp_path / 'c'})" in head
+        shown[head.split(": row ")[1].split()[0]] = body
+    assert shown == {
+        "0": "┌─ document 0, tokens 0 to 1 of 2\n│ ab\n├─ document 1, tokens 0 to 5 of 6\n│ cdefgh\n"
+        "├─ document 2, tokens 0 to 0 of 1\n│ i\n└─\n",
+        "1": "┌─ document 2, tokens 0 to 0 of 1\n│ i\n├─ document 3, tokens 0 to 7 of 17\n│ jklmnopq\n└─\n",
+        "2": "┌─ document 3, tokens 7 to 15 of 17\n│ qrstuvwxy\n└─\n",
+    }
+    all_rows = _run(capsys, "show", "--recipe", path, "--row", 0, "--count", 9, "--width", 3)[1]
+    assert all_rows.count("=== row ") == 3 and "│ cde …\n" in all_rows
+
+
+def test_padding_is_shown(tmp_path, capsys):
+    path = _recipe(tmp_path, min_length=2, stage=BEST_FIT)
+    out = _run(capsys, "show", "--recipe", path, "--row", 0, "--count", 3)[1]
+    assert "│ ab\n├─ document 1, tokens 0 to 5 of 6\n│ cdefgh\n├─ 1 tokens of padding\n└─\n" in out
+    letters = "".join(line[2:] for line in out.splitlines() if line.startswith("│ "))
+    assert sorted(letters) == sorted("abcdefgh" + "jklmnopqr" + "rstuvwxyz")  # r: a label, then an input
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ([], "either a PREFIX or a --recipe"),
+        (["c", "--recipe", "r.toml", "--row", "0"], "either a PREFIX or a --recipe"),
+        (["--recipe", "r.toml"], "--recipe and --row go together"),
+        (["--recipe", "RECIPE", "--row", "3"], "there is no row 3; stage 1 (only) has rows 0 to 2"),
+        (["--recipe", "RECIPE", "--row", "0", "--stage", "2"], "there is no stage 2"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(tmp_path, capsys, flags, words):
+    path = _recipe(tmp_path)
+    code, _, err = _run(capsys, "show", *(path if flag == "RECIPE" else flag for flag in flags))
+    assert code == 1 and words in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.req("C03")
+def test_a_plan_tells_what_every_stage_reads(tmp_path, capsys):
+    path = _recipe(tmp_path, 2, stage=BEST_FIT, validation={"v": {"path": str(tmp_path / "c")}})
+    code, out, _ = _run(capsys, "plan", "--recipe", path)
+    lines = out.splitlines()
+    assert code == 0 and lines[0] == "stage 1 (only): 3 steps, 3 rows of 8 = 24 tokens, packing best_fit"
+    assert "sources.letters: 3 rows = 24 tokens (100.00%), 1.00 epochs of 3 rows of 25 tokens" in lines[1]
+    assert "1 empty or filtered out, packed by best fit with 0.00% padding" in lines[1]
+    assert "validation.v: 3 rows" in lines[2]
+    assert lines[3] == f"  indexes: 5 in {tmp_path / 'run' / 'cache'}, 5 built now"
+    again = _run(capsys, "plan", "--recipe", path, "--stage", "1", "--set", "stages.0.steps=4")[1]
+    assert "1.33 epochs" in again and "5 in" in again and "none built now" in again
+
+
+@pytest.mark.req("B16")
+def test_after_a_plan_training_finds_every_index_and_builds_none(tmp_path, capsys, monkeypatch):
+    recipe = tiny_recipe(tmp_path, stage={"steps": 1, "lr": {"peak": 1e-3}, **BEST_FIT})
+    (tmp_path / "recipe.toml").write_text(to_toml(recipe))
+    code, out, _ = _run(capsys, "plan", "--recipe", tmp_path / "recipe.toml")
+    assert code == 0 and "6 in" in out and "6 built now" in out and "2 built now" in out
+    monkeypatch.setattr(cache, "atomic_file", None)  # calling it would fail
+    run_stages(single_process(), recipe, 0, 1)
+    log = capsys.readouterr().out
+    assert log.count(f"indexes: 6 in {tmp_path / 'run' / 'cache'}, none built now") == 2
