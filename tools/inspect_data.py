@@ -235,7 +235,7 @@ def plan_stage(recipe: Recipe, index: int) -> Iterator[str]:
     )
     yield from (f"  {line}" for line in rows.describe(total))
     for held in validation.values():
-        yield from (f"  {line}" for line in held.describe(recipe.evaluation.rows))
+        yield from (f"  {line}" for line in held.describe(held.num_rows or 0))
     yield f"  indexes: {num_indexes} in {cache}, {built or 'none'} built now"
     yield f"  data fingerprint {rows.fingerprint[:16]}"
 
