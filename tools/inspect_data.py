@@ -5,6 +5,7 @@ python tools/inspect_data.py stats PREFIX… [--png FILE]
 python tools/inspect_data.py show PREFIX [--tokenizer PATH] [--first K] [--count N] [--width CHARACTERS]
 python tools/inspect_data.py show --recipe R --stage N --row K [--count N] [--width CHARACTERS] [--set a.b=c …]
 python tools/inspect_data.py plan --recipe R [--stage N] [--set a.b=c …]
+python tools/inspect_data.py merge PREFIX… --output PREFIX
 
 `plan` builds every index that training will read, on a machine without accelerators, and says what a stage takes from
 each source; training then finds them.
@@ -24,6 +25,7 @@ from megatron_lite.config.load import load_recipe
 from megatron_lite.config.schema import Recipe
 from megatron_lite.config.stages import for_stage, stage_index
 from megatron_lite.data import lengths
+from megatron_lite.data import merge as merging
 from megatron_lite.data.corpus import document_at, first_with, read_manifest, token_range
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.loader import (
@@ -67,6 +69,12 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--recipe", type=Path, required=True)
     plan.add_argument("--stage", metavar="N", help="number or name of one stage (default: all)")
     plan.set_defaults(run=plan_stages)
+    merge = commands.add_parser(
+        "merge", help="one pair out of several, in the order given; shards give one run's bytes"
+    )
+    merge.add_argument("prefix", nargs="+")
+    merge.add_argument("--output", required=True, metavar="P", help="prefix of the new pair")
+    merge.set_defaults(run=merge_corpora)
     for command in (show, plan):
         command.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a recipe's value")
     return flags
@@ -238,6 +246,16 @@ def plan_stage(recipe: Recipe, index: int) -> Iterator[str]:
         yield from (f"  {line}" for line in held.describe(held.num_rows or 0))
     yield f"  indexes: {num_indexes} in {cache}, {built or 'none'} built now"
     yield f"  data fingerprint {rows.fingerprint[:16]}"
+
+
+def merge_corpora(args: argparse.Namespace) -> Iterator[str]:
+    """Join pairs; one line about the result."""
+    prefixes: list[str] = args.prefix
+    total = sum(IndexedDataset(prefix, mmap=False).num_tokens for prefix in prefixes)
+    with tqdm(total=total, unit="token", unit_scale=True, disable=None) as bar:
+        written = merging.merge(prefixes, args.output, bar.update)
+    parts = f"{len(prefixes)} part{'s' if len(prefixes) > 1 else ''}"
+    yield f"{args.output}: {written.num_documents:,} documents, {written.num_tokens:,} tokens from {parts}"
 
 
 def _text(ids: np.ndarray, tokenizer: Tokenizer | None, width: int) -> str:
