@@ -23,6 +23,7 @@ from megatron_lite.data.indexed import IndexedDataset, manifest_path
 from megatron_lite.errors import DataError, require
 
 CHUNK = 1 << 24  # tokens, or bytes, read at a time
+DOCUMENTS = 1 << 19  # looked at at a time
 SAMPLES, SAMPLE_BYTES = 32, 4096  # blocks of each file that are hashed
 
 
@@ -70,18 +71,28 @@ def documents(
     """
 
     def build() -> np.ndarray:
-        edges = dataset.document_starts()[span[0] : span[1] + 1]
-        lengths = np.diff(edges)
-        kept = packing.kept_documents(lengths, min_length, max_length)
+        table = np.empty((2, span[1] - span[0] + 1), dtype=np.int64)
+        starts, places = table
+        kept = tokens = everything = longest = 0
+        for edges in document_edges(dataset, span):
+            lengths = np.diff(edges)
+            numbers = packing.kept_documents(lengths, min_length, max_length)
+            starts[kept : kept + len(numbers) + 1] = packing.stream_starts(lengths[numbers], tokens)
+            places[kept : kept + len(numbers)] = edges[numbers]
+            kept += len(numbers)
+            tokens = int(starts[kept])
+            everything, longest = everything + int(edges[-1] - edges[0]), max(longest, int(lengths.max()))
         require(
-            kept.size > 0,
-            f"none of the {len(lengths)} documents of {dataset.prefix} has between min_length={min_length} "
-            f"and max_length={max_length} tokens; the longest has {int(lengths.max())}",
+            kept > 0,
+            f"none of the {span[1] - span[0]} documents of {dataset.prefix} has between min_length={min_length} "
+            f"and max_length={max_length} tokens; the longest has {longest}",
             DataError,
         )
-        whole = int(lengths[kept].sum()) == int(edges[-1] - edges[0])
-        starts = packing.stream_starts(lengths[kept], int(edges[0]) if whole else 0)
-        return starts if whole else np.stack([starts, np.append(edges[kept], 0)])
+        if tokens < everything:
+            places[kept] = 0
+            return table[:, : kept + 1]
+        places[kept] = places[0] + tokens  # the stream is a part of the file
+        return places[: kept + 1]
 
     selection = _selection(dataset, span, min_length, max_length)
     return _load(cache.entry("documents", selection, ".npy", build), dataset)
@@ -105,6 +116,18 @@ def packed(
 
     selection = _selection(dataset, span, min_length, max_length)
     return _load(cache.entry("rows", f"{selection} {seq_len}", ".npy", build), dataset)
+
+
+def document_edges(dataset: IndexedDataset, span: tuple[int, int]) -> Iterator[np.ndarray]:
+    """For DOCUMENTS of the documents span[0] … span[1] - 1 at a time: int64, the first token of each in PREFIX.bin, and
+    the end of the last. Needs `dataset.check()` to hold.
+    """
+    for first in range(*span, DOCUMENTS):
+        sequences = np.asarray(dataset.document_index[first : min(first + DOCUMENTS, span[1]) + 1])
+        edges = np.full(len(sequences), dataset.bin_bytes, dtype=np.int64)
+        inside = sequences < dataset.num_sequences
+        edges[inside] = dataset.pointers[sequences[inside]]
+        yield edges // dataset.dtype.itemsize
 
 
 def identity(dataset: IndexedDataset) -> str:

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_lite.data.corpus import document_edges
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.errors import DataError, require
 
-CHUNK = 1 << 19  # documents looked at at a time
 LONG = (4096, 8192, 16384, 32768, 65536)  # tokens; lengths at which long documents are usually counted
 # Okabe and Ito's palette, which colour-blind readers can tell apart too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a")
@@ -75,13 +75,8 @@ def count_lengths(dataset: IndexedDataset) -> Lengths:
     """Of all documents, empty ones included. Checks the whole index before."""
     dataset.check()
     table = Lengths(np.empty(0, np.int64), np.empty(0, np.int64))
-    for begin in range(0, dataset.num_documents, CHUNK):
-        first = np.asarray(dataset.document_index[begin : begin + CHUNK + 1])
-        starts = np.full(len(first), dataset.bin_bytes)
-        inside = first < dataset.num_sequences
-        starts[inside] = dataset.pointers[first[inside]]
-        lengths = np.diff(starts) // dataset.dtype.itemsize
-        table = together([table, Lengths(*np.unique(lengths, return_counts=True))])
+    for edges in document_edges(dataset, (0, dataset.num_documents)):
+        table = together([table, Lengths(*np.unique(np.diff(edges), return_counts=True))])
     return table
 
 

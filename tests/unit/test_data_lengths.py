@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.data import lengths
+from megatron_lite.data import corpus, lengths
 from megatron_lite.data.corpus import document_at, first_with
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.writer import IndexedWriter
@@ -38,7 +38,7 @@ def test_the_table_equals_a_slow_truth_for_documents_of_any_number_of_sequences(
     dataset = IndexedDataset(prefix)
     truth = [sum(sizes[a:b]) for a, b in zip(first, [*first[1:], len(sizes)], strict=True)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lengths, "CHUNK", chunk)
+        patch.setattr(corpus, "DOCUMENTS", chunk)
         table = lengths.count_lengths(dataset)
     assert np.repeat(table.values, table.counts).tolist() == sorted(truth)
     assert (table.documents, table.tokens, table.longest) == (len(truth), sum(truth), max(truth))
@@ -66,7 +66,7 @@ def test_memory_does_not_grow_with_the_documents(tmp_path):
             writer.add_documents(np.zeros(sizes.sum(), np.uint8), sizes)
         dataset = IndexedDataset(prefix)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lengths, "CHUNK", 1 << 16)
+            patch.setattr(corpus, "DOCUMENTS", 1 << 16)
             tracemalloc.start()
             table = lengths.count_lengths(dataset)
             peaks.append(tracemalloc.get_traced_memory()[1])
