@@ -113,8 +113,14 @@ def test_copies_of_the_files_with_a_cache_of_their_own_give_the_same_rows_and_fi
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.integers(0, 40), min_size=4, max_size=40), st.integers(0, 9), st.integers(9, 40), st.booleans())
-def test_filtered_streams_equal_a_slow_truth(tmp_path_factory, lengths, low, high, mmap):
+@given(
+    st.lists(st.integers(0, 40), min_size=4, max_size=40),
+    st.integers(0, 9),
+    st.integers(9, 40),
+    st.booleans(),
+    st.integers(1, 9),
+)
+def test_filtered_streams_equal_a_slow_truth(tmp_path_factory, lengths, low, high, mmap, chunk):
     folder = tmp_path_factory.mktemp("filtered")
     documents = counting([*lengths, 9])
     write_corpus(folder / "c", documents)
@@ -122,7 +128,9 @@ def test_filtered_streams_equal_a_slow_truth(tmp_path_factory, lengths, low, hig
     stream = np.concatenate(kept)
     seq_len = 5
     sources = {"c": {"path": str(folder / "c"), "min_length": low, "max_length": high}}
-    rows = open_training(data_recipe(sources, seq_len=seq_len, data={"mmap": mmap}), 0, folder / "cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "DOCUMENTS", chunk)
+        rows = open_training(data_recipe(sources, seq_len=seq_len, data={"mmap": mmap}), 0, folder / "cache")
     source = rows.sources["c"]
     assert source.num_rows == (len(stream) - 1) // seq_len and source.num_documents == len(kept)
     starts = {int(d[0]) for d in kept}
@@ -253,12 +261,14 @@ def test_a_cache_that_cannot_be_made_is_named(two, tmp_path):
 def test_ten_simultaneous_starts_on_one_empty_cache_succeed(two, tmp_path):
     program = (
         "import sys, json; from pathlib import Path; from tests.helpers.corpora import data_recipe\n"
-        "from megatron_lite.data.loader import open_training\n"
-        "print(open_training(data_recipe(json.loads(sys.argv[1])), 0, Path(sys.argv[2])).fingerprint)"
+        "from megatron_lite.data.loader import count_indexes, open_training\n"
+        "rows = open_training(data_recipe(json.loads(sys.argv[1])), 0, Path(sys.argv[2]))\n"
+        "print(rows.fingerprint, *count_indexes(rows, {}))"
     )
 
     command = [sys.executable, "-c", program, json.dumps(two), str(tmp_path / "cache")]
     starts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(10)]
-    prints = {start.communicate(timeout=120)[0] for start in starts}
-    assert [start.returncode for start in starts] == [0] * 10 and len(prints) == 1
+    prints, opened, built = zip(*(start.communicate(timeout=120)[0].split() for start in starts), strict=True)
+    assert [start.returncode for start in starts] == [0] * 10 and len(set(prints)) == 1
+    assert set(opened) == {"4"} and sum(map(int, built)) == 4
     assert len(os.listdir(tmp_path / "cache")) == 4
