@@ -15,8 +15,9 @@ import pytest
 from megatron_lite.config.load import to_toml
 from megatron_lite.config.schema import Recipe
 from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.errors import DataError
 from megatron_lite.parallel.context import ParallelContext, build_context
-from megatron_lite.runtime.guard import Stop
+from megatron_lite.runtime.guard import PULSE_S, Stop, patiently
 from megatron_lite.train.loop import run_here
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import curve, tiny_recipe
@@ -50,6 +51,37 @@ def test_an_index_that_takes_three_time_limits_to_build_ends_no_run_and_is_built
     for origin in run_ranks(_two_nodes, 3, recipe, tmp_path, 15.0, 5.0):
         # documents and a survey of each of two corpora; the validation set finds its own among them
         assert origin[1].startswith("indexes: 4 in ") and origin[1].endswith(", 8 built now")
+
+
+def _fail_late(ctx: ParallelContext) -> str:
+    def action() -> None:
+        if ctx.world.rank == 1:
+            time.sleep(PULSE_S + 0.3)
+            raise DataError("broken corpus")
+
+    with pytest.raises(DataError) as caught:
+        patiently(ctx, action)
+    return str(caught.value)
+
+
+def test_what_fails_while_others_wait_is_raised_on_all() -> None:
+    assert run_ranks(_fail_late, 3) == ["broken corpus (on rank 1 of 3)"] * 3
+
+
+def _lose_a_rank(ctx: ParallelContext, limit_s: float) -> float:
+    impatient = build_context(ctx.grid, rank=ctx.world.rank, device=ctx.device, timeout_s=limit_s)
+    begin = time.monotonic()
+    if ctx.world.rank == 1:
+        time.sleep(3 * limit_s)  # as if it had died
+    else:
+        with pytest.raises(RuntimeError):
+            patiently(impatient, lambda: time.sleep(limit_s / 2))
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_is_lost_while_others_are_busy_ends_them_within_the_limit() -> None:
+    waited = run_ranks(_lose_a_rank, 2, 2.0)
+    assert waited[0] < 2.0 + PULSE_S + 1.5
 
 
 def _free_port() -> int:
