@@ -58,10 +58,10 @@ def parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="documents, or the rows of a stage, as text")
     show.add_argument("prefix", nargs="?")
     show.add_argument("--recipe", type=Path, help="show packed rows of one of its stages instead of documents")
-    show.add_argument("--stage", default="1", metavar="N", help="number or name of the stage (default: 1)")
+    show.add_argument("--stage", metavar="N", help="number or name of the stage (default: 1)")
     show.add_argument("--row", type=int, metavar="K", help="number of the first row of the stage, from 0")
     show.add_argument("--tokenizer", metavar="PATH", help="what wrote the corpus; default: the recipe's, else ids")
-    show.add_argument("--first", type=int, default=0, metavar="K", help="number of the first document (default: 0)")
+    show.add_argument("--first", type=int, metavar="K", help="number of the first document (default: 0)")
     show.add_argument("--count", type=int, metavar="N", help="how many documents or rows (default: 3 or 1)")
     show.add_argument("--width", type=int, default=400, metavar="W", help="characters, or ids, of each (default: 400)")
     show.set_defaults(run=show_documents_or_rows)
@@ -159,10 +159,12 @@ def show_documents_or_rows(args: argparse.Namespace) -> Iterator[str]:
     require((args.prefix is None) != (args.recipe is None), "show takes either a PREFIX or a --recipe", ConfigError)
     require((args.recipe is None) == (args.row is None), "--recipe and --row go together", ConfigError)
     if args.recipe is None:
-        yield from show_documents(args.prefix, args.tokenizer, args.first, args.count or 3, args.width)
+        require(args.stage is None and not args.set, "--stage and --set go with --recipe", ConfigError)
+        yield from show_documents(args.prefix, args.tokenizer, args.first or 0, args.count or 3, args.width)
         return
+    require(args.first is None, "--first goes with a PREFIX; the first row is --row", ConfigError)
     recipe = load_recipe(args.recipe, args.set, launched=True)
-    index = stage_index(recipe, args.stage)
+    index = stage_index(recipe, args.stage or "1")
     recipe = for_stage(recipe, index)
     rows = open_training(recipe, index, cache_folder(recipe))
     stage = ended(recipe, index, rows).stages[index]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from megatron_lite.data.prepare import Options, prepare
 from megatron_lite.parallel.context import single_process
 from tests.helpers.corpora import counting, data_recipe, write_corpus
 from tests.helpers.runs import run_stages, tiny_recipe
+from tests.house.rules import ROOT
 from tools import inspect_data
 
 
@@ -182,6 +185,8 @@ def test_padding_is_shown(tmp_path, capsys):
         ([], "either a PREFIX or a --recipe"),
         (["c", "--recipe", "r.toml", "--row", "0"], "either a PREFIX or a --recipe"),
         (["--recipe", "r.toml"], "--recipe and --row go together"),
+        (["c", "--set", "a=1"], "--stage and --set go with --recipe"),
+        (["--recipe", "r.toml", "--row", "0", "--first", "2"], "--first goes with a PREFIX"),
         (["--recipe", "RECIPE", "--row", "3"], "there is no row 3; stage 1 (only) has rows 0 to 2"),
         (["--recipe", "RECIPE", "--row", "0", "--stage", "2"], "there is no stage 2"),
     ],
@@ -204,6 +209,18 @@ def test_a_plan_tells_what_every_stage_reads(tmp_path, capsys):
     assert lines[3] == f"  indexes: 5 in {tmp_path / 'run' / 'cache'}, 5 built now"
     again = _run(capsys, "plan", "--recipe", path, "--stage", "1", "--set", "stages.0.steps=4")[1]
     assert "1.33 epochs" in again and "5 in" in again and "none built now" in again
+
+
+@pytest.mark.req("B16")
+def test_a_plan_needs_no_torch(tmp_path):
+    path = _recipe(tmp_path)
+    program = (
+        "import sys; sys.modules['torch'] = None\nfrom tools.inspect_data import main; sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "plan", "--recipe", str(path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "2 built now" in done.stdout, done.stderr
 
 
 @pytest.mark.req("B16")
