@@ -11,7 +11,9 @@ round. `--verify` compares every id of the corpus with the tokenizers library fi
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import shlex
 import subprocess
 import sys
@@ -31,6 +33,14 @@ from megatron_lite.data.tokenizer import load_tokenizer
 from megatron_lite.errors import require
 from tools.benchmark import where
 
+# what of a function's name says which part it is
+PARTS = {
+    "'encode_batch' of": "gigatoken", "encode_batch_fast": "the tokenizers library, on the sample",
+    "loads": "parsing JSON", "load_hf_json": "loading gigatoken's tables", "from_file": "loading the tokenizer",
+    "get_vocab": "loading the tokenizer", "'write' of": "writing", "fsync": "writing", "replace' of": "writing",
+    "'read' of": "reading", "'readline' of": "reading", "'split' of": "cutting lines",
+}  # fmt: skip
+
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
@@ -43,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
     p.add_argument("--save", type=Path, metavar="FILE", help="append the JSON lines, with date, commit and machine")
     p.add_argument("--verify", action="store_true", help="compare every id with the tokenizers library")
+    p.add_argument("--profile", action="store_true", help="where the time of one worker goes")
     p.add_argument("--measure", action="store_true", help="run ours here and print its JSON line")
     return p
 
@@ -64,6 +75,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "MB_per_s": read / seconds / 1e6, "tokens": summary.tokens, "start_s": times[0][0] - begin,
         "checked": summary.checked,
     }  # fmt: skip
+
+
+def profile(args: argparse.Namespace) -> dict[str, Any]:
+    """Shares of the time of one worker, loading included; `verify` and peers have no part in it."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    measure(args)
+    profiler.disable()
+    seconds: dict[str, float] = {}
+    total = 0.0
+    for (_, _, function), (_, _, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
+        total += own
+        for word, name in PARTS.items():
+            if word in function:
+                seconds[name] = seconds.get(name, 0.0) + own
+    share = {name: round(own / total, 3) for name, own in sorted(seconds.items(), key=lambda item: -item[1])}
+    return {"profile": share | {"everything else": round(1 - sum(share.values()), 3)}, "seconds": round(total, 2)}
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -126,7 +154,14 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     arguments = parser().parse_args()
-    if arguments.measure:
+    if arguments.profile:
+        arguments.workers = 1
+        line = profile(arguments) | {"tokenizer": Path(arguments.tokenizer).parent.name}
+        print(json.dumps(line), flush=True)
+        if arguments.save is not None:
+            with arguments.save.open("a") as file:
+                print(json.dumps(line | where()), file=file)
+    elif arguments.measure:
         print(json.dumps(measure(arguments)), flush=True)
     else:
         main(arguments)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,16 +37,19 @@ class StepResult:
 
 def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Documents]:
     """ids [T], labels [T] and the borders of a micro-batch as tensors."""
-    cu_seqlens = torch.from_numpy(batch.cu_seqlens)
+
+    def move(array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
     documents = Documents(
-        cu_seqlens=cu_seqlens.to(device, non_blocking=True),
-        lengths=tuple(cu_seqlens.diff().tolist()),
+        cu_seqlens=move(batch.cu_seqlens),
+        lengths=tuple(np.diff(batch.cu_seqlens).tolist()),
         max_seqlen=batch.max_seqlen,
-        position_ids=torch.from_numpy(batch.position_ids).to(device, non_blocking=True),
+        position_ids=move(batch.position_ids),
         row_length=batch.row_length,
     )
-    ids, labels = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels)
-    return ids.to(device, non_blocking=True), labels.to(device, non_blocking=True), documents
+    return move(batch.input_ids), move(batch.labels), documents
 
 
 def train_step(model: Transformer, optimizer: Zero1, batches: Sequence[Batch], ctx: ParallelContext, *, lr: float,

@@ -1,0 +1,113 @@
+"""Writes the tables of benchmarks/README.md from benchmarks/results.jsonl.
+
+  python -m benchmarks.table
+
+A table stands between a line `<!-- steps -->` or `<!-- prepare -->` and the next blank line after it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+FOLDER = Path(__file__).parent
+README = FOLDER / "README.md"
+
+
+def results() -> list[dict[str, Any]]:
+    """Every saved figure, in the order of saving."""
+    return [orjson.loads(line) for line in (FOLDER / "results.jsonl").read_bytes().splitlines()]
+
+
+def steps(found: list[dict[str, Any]]) -> list[str]:
+    """Training steps: one line for each peer."""
+    lines = ["| precision | processes | peer | ours, tokens/s | peer, tokens/s | ratio | lowest – highest |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for r in sorted((r for r in found if "precision" in r), key=lambda r: (r["ranks"], r["tp"], r["precision"])):
+        layout = f"tp {r['tp']}" if r["tp"] > 1 else f"dp {r['ranks']}" if r["ranks"] > 1 else "1"
+        lines.append(
+            f"| {r['precision']} | {layout} | {r['peer']} | {r['ours_tok_s']:,} | {r['peer_tok_s']:,} "
+            f"| {r['ratio']:.2f} | {r['ratio_min']:.2f} – {r['ratio_max']:.2f} |"
+        )
+    return lines
+
+
+def shares(found: list[dict[str, Any]]) -> list[str]:
+    """Where the time of a step goes."""
+    lines = ["| precision | processes | forward | backward | optimizer | communication |", "|---|---|---|---|---|---|"]
+    seen = {}
+    for r in found:
+        if "precision" in r:
+            layout = f"tp {r['tp']}" if r["tp"] > 1 else f"dp {r['ranks']}" if r["ranks"] > 1 else "1"
+            seen[r["ranks"], r["tp"], r["precision"], layout] = r["share"]
+    for (_, _, precision, layout), share in sorted(seen.items()):
+        parts = [f"{share[name]:.1%}" for name in ("forward", "backward", "optimizer", "communication")]
+        lines.append(f"| {precision} | {layout} | " + " | ".join(parts) + " |")
+    return lines
+
+
+def prepare(found: list[dict[str, Any]]) -> list[str]:
+    """Preparation of a corpus."""
+    lines = ["| tokenizer | backend | peer | ours, MB/s | peer, MB/s | ratio | lowest – highest | start-up |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for r in found:
+        if "ours_MB_per_s" in r:
+            lines.append(
+                f"| {r['tokenizer']} | {r['backend']} | {r['peer']} | {r['ours_MB_per_s']} | {r['peer_MB_per_s']} "
+                f"| {r['ratio']:.2f} | {r['ratio_min']:.2f} – {r['ratio_max']:.2f} | {r['start_s']} s |"
+            )
+    return lines
+
+
+def rows(found: list[dict[str, Any]]) -> list[str]:
+    """Indexes and random rows."""
+    lines = [
+        "| row length | peer | index, ours | index, peer | ours, rows/s | peer, rows/s | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in found:
+        if "ours_rows_per_s" in r:
+            lines.append(
+                f"| {r['seq_len']:,} | {r['peer']} | {r['ours_build_s']:.3f} s | {r['peer_build_s']:.3f} s "
+                f"| {r['ours_rows_per_s']:,.0f} | {r['peer_rows_per_s']:,.0f} | {r['ratio_rows_per_s']:.1f} |"
+            )
+    return lines
+
+
+def profile(found: list[dict[str, Any]]) -> list[str]:
+    """Where the time of one preparing process goes."""
+    lines = []
+    for r in found:
+        if "profile" in r:
+            lines += ["| part | share of the time |", "|---|---|"]
+            lines += [f"| {name} | {share:.1%} |" for name, share in r["profile"].items()]
+    return lines
+
+
+def where(found: list[dict[str, Any]]) -> list[str]:
+    """On what, when and which code."""
+    lines = ["| figures | date | device | torch | commit |", "|---|---|---|---|---|"]
+    seen = {}
+    for r in found:
+        kind = "steps" if "precision" in r else "rows" if "seq_len" in r else "preparation"
+        seen[kind, r["date"], r["device"], r["torch"], r["commit"][:12]] = None
+    return lines + ["| " + " | ".join(key) + " |" for key in seen]
+
+
+TABLES = {"steps": steps, "shares": shares, "prepare": prepare, "profile": profile, "rows": rows, "where": where}
+
+
+def written(text: str) -> str:
+    """The text with every table made anew."""
+    for name, table in TABLES.items():
+        content = "\n".join(table(results()))
+        pattern = rf"(<!-- {name} -->\n)(?:\|.*\n)*"
+        text = re.sub(pattern, lambda match, content=content: f"{match[1]}{content}\n", text)
+    return text
+
+
+if __name__ == "__main__":
+    README.write_text(written(README.read_text()))
