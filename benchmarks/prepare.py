@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import os
 import pstats
 import shlex
 import subprocess
@@ -60,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Prepare the input once."""
+    os.environ["RAYON_NUM_THREADS"] = "1"  # as tools/preprocess_data.py does
     times: list[tuple[float, int]] = []
 
     def note(block: Encoded) -> None:

@@ -13,6 +13,7 @@ array. Shard K writes PREFIX-0000K-of-0000N; `inspect_data.py merge` joins them 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run; 0 when the corpus is whole, 1 with one line about what is wrong."""
     args = parser().parse_args(arguments)
+    os.environ["RAYON_NUM_THREADS"] = "1"  # a worker is a process: the tokenizers library adds no threads to it
     try:
         where = tuple(args.where.split("=", 1)) if args.where else None
         require(where is None or len(where) == 2, f"--where {args.where} is not KEY=VALUE", DataError)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+import xxhash
 
 from megatron_lite.data import packing
 from megatron_lite.data.cache import Cache
@@ -50,7 +51,7 @@ def survey(dataset: IndexedDataset, cache: Cache) -> Survey:
 
     def build() -> bytes:
         dataset.check()
-        digest = hashlib.sha256(f"{dataset.dtype.str} {dataset.num_tokens}".encode())
+        digest = xxhash.xxh3_128(f"{dataset.dtype.str} {dataset.num_tokens}".encode())
         with open(dataset.idx, "rb") as index:
             while block := index.read(CHUNK):
                 digest.update(block)

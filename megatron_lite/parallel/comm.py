@@ -101,7 +101,13 @@ def all_stack(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scatter_start(out: Tensor, whole: Tensor, axis: Axis) -> dist.Work:
-    """Begin out = this rank's share of the sum of `whole` over the axis; wait() on what is returned."""
+    """Begin out = this rank's share of the sum of `whole` over the axis; wait() on what is returned.
+
+    `out` is this rank's place in `whole`, whose other places are lost. gloo sums everything everywhere, which gives the
+    same bits in less time than its own reduce-scatter.
+    """
+    if dist.get_backend(axis.group) == "gloo":
+        return all_reduce_start(whole, axis)
     return dist.reduce_scatter_single(out, whole, group=axis.group, async_op=True)
 
 
