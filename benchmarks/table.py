@@ -62,6 +62,16 @@ def prepare(found: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def ops(found: list[dict[str, Any]]) -> list[str]:
+    """Kinds of operations of a step."""
+    profiles = {r["of"]: r["ops"] for r in found if "ops" in r}
+    names = list(next(iter(profiles.values()), {}))
+    lines = ["| precision | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+    return lines + [
+        f"| {of} | " + " | ".join(f"{share[n]:.1%}" for n in names) + " |" for of, share in profiles.items()
+    ]
+
+
 def rows(found: list[dict[str, Any]]) -> list[str]:
     """Indexes and random rows."""
     lines = [
@@ -92,12 +102,20 @@ def where(found: list[dict[str, Any]]) -> list[str]:
     lines = ["| figures | date | device | torch | commit |", "|---|---|---|---|---|"]
     seen = {}
     for r in found:
-        kind = "steps" if "precision" in r else "rows" if "seq_len" in r else "preparation"
+        kind = "steps" if "precision" in r or "ops" in r else "rows" if "seq_len" in r else "preparation"
         seen[kind, r["date"], r["device"], r["torch"], r["commit"][:12]] = None
     return lines + ["| " + " | ".join(key) + " |" for key in seen]
 
 
-TABLES = {"steps": steps, "shares": shares, "prepare": prepare, "profile": profile, "rows": rows, "where": where}
+TABLES = {
+    "steps": steps,
+    "shares": shares,
+    "prepare": prepare,
+    "profile": profile,
+    "ops": ops,
+    "rows": rows,
+    "where": where,
+}
 
 
 def written(text: str) -> str:
