@@ -6,7 +6,6 @@ python -m benchmarks.ops --precision bf16 --save benchmarks/results.jsonl
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -58,8 +57,4 @@ def shares(precision: str) -> dict[str, float]:
 if __name__ == "__main__":
     args = parser().parse_args()
     torch.set_num_threads(1)
-    line = {"ops": shares(args.precision), "of": args.precision}
-    print(json.dumps(line))
-    if args.save is not None:
-        with args.save.open("a") as file:
-            print(json.dumps(line | benchmark.where()), file=file)
+    benchmark.report({"ops": shares(args.precision), "of": args.precision}, args.save)

@@ -14,9 +14,7 @@ import argparse
 import cProfile
 import json
 import os
-import pstats
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +30,7 @@ from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.prepare import prepare
 from megatron_lite.data.tokenizer import load_tokenizer
 from megatron_lite.errors import require
-from tools.benchmark import where
+from tools.benchmark import report, run
 
 # what of a function's name says which part it is
 PARTS = {
@@ -87,11 +85,12 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     profiler.disable()
     seconds: dict[str, float] = {}
     total = 0.0
-    for (_, _, function), (_, _, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
-        total += own
+    for entry in profiler.getstats():
+        function = entry.code if isinstance(entry.code, str) else entry.code.co_name
+        total += entry.inlinetime
         for word, name in PARTS.items():
             if word in function:
-                seconds[name] = seconds.get(name, 0.0) + own
+                seconds[name] = seconds.get(name, 0.0) + entry.inlinetime
     share = {name: round(own / total, 3) for name, own in sorted(seconds.items(), key=lambda item: -item[1])}
     return {"profile": share | {"everything else": round(1 - sum(share.values()), 3)}, "seconds": round(total, 2)}
 
@@ -111,14 +110,6 @@ def verify(args: argparse.Namespace) -> int:
                     documents += 1
     assert documents == dataset.num_documents
     return documents
-
-
-def run(command: list[str]) -> dict[str, Any]:
-    """The JSON line a command prints."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    require(done.returncode == 0 and bool(lines), f"{shlex.join(command)} gave no figure:\n{done.stderr[-2000:]}")
-    return json.loads(lines[-1])
 
 
 def main(args: argparse.Namespace) -> None:
@@ -148,21 +139,14 @@ def main(args: argparse.Namespace) -> None:
             "ratio": round(median(ratios), 2), "ratio_min": round(min(ratios), 2), "ratio_max": round(max(ratios), 2),
             "start_s": round(mine["start_s"], 1), "checked": mine["checked"],
         }  # fmt: skip
-        print(json.dumps(result), flush=True)
-        if args.save is not None:
-            with args.save.open("a") as file:
-                print(json.dumps(result | where()), file=file)
+        report(result, args.save)
 
 
 if __name__ == "__main__":
     arguments = parser().parse_args()
     if arguments.profile:
         arguments.workers = 1
-        line = profile(arguments) | {"tokenizer": Path(arguments.tokenizer).parent.name}
-        print(json.dumps(line), flush=True)
-        if arguments.save is not None:
-            with arguments.save.open("a") as file:
-                print(json.dumps(line | where()), file=file)
+        report(profile(arguments) | {"tokenizer": Path(arguments.tokenizer).parent.name}, arguments.save)
     elif arguments.measure:
         print(json.dumps(measure(arguments)), flush=True)
     else:

@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.prepare import run
 from megatron_lite.config.schema import Source as SourceSection
 from megatron_lite.data.source import Source, TrainingRows
 from megatron_lite.data.writer import IndexedWriter
-from tools.benchmark import where
+from tools.benchmark import report, run
 
 TOKENS, MEAN = 500_000_000, 1000
 READ = 4000  # rows
@@ -85,10 +84,7 @@ def main(args: argparse.Namespace) -> None:
                     result |= {f"ours_{what}": median(r["ours"][what] for r in rounds)}
                     result |= {f"peer_{what}": median(r[name][what] for r in rounds)}
                     result |= {f"ratio_{what}": median(r["ours"][what] / r[name][what] for r in rounds)}
-                print(json.dumps(result), flush=True)
-                if args.save is not None:
-                    with args.save.open("a") as file:
-                        print(json.dumps(result | where()), file=file)
+                report(result, args.save)
 
 
 if __name__ == "__main__":

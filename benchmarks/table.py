@@ -22,12 +22,17 @@ def results() -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in (FOLDER / "results.jsonl").read_bytes().splitlines()]
 
 
+def processes(r: dict[str, Any]) -> str:
+    """The layout of a measured step in words."""
+    return f"tp {r['tp']}" if r["tp"] > 1 else f"dp {r['ranks']}" if r["ranks"] > 1 else "1"
+
+
 def steps(found: list[dict[str, Any]]) -> list[str]:
     """Training steps: one line for each peer."""
     lines = ["| precision | processes | peer | ours, tokens/s | peer, tokens/s | ratio | lowest – highest |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for r in sorted((r for r in found if "precision" in r), key=lambda r: (r["ranks"], r["tp"], r["precision"])):
-        layout = f"tp {r['tp']}" if r["tp"] > 1 else f"dp {r['ranks']}" if r["ranks"] > 1 else "1"
+        layout = processes(r)
         lines.append(
             f"| {r['precision']} | {layout} | {r['peer']} | {r['ours_tok_s']:,} | {r['peer_tok_s']:,} "
             f"| {r['ratio']:.2f} | {r['ratio_min']:.2f} – {r['ratio_max']:.2f} |"
@@ -41,7 +46,7 @@ def shares(found: list[dict[str, Any]]) -> list[str]:
     seen = {}
     for r in found:
         if "precision" in r:
-            layout = f"tp {r['tp']}" if r["tp"] > 1 else f"dp {r['ranks']}" if r["ranks"] > 1 else "1"
+            layout = processes(r)
             seen[r["ranks"], r["tp"], r["precision"], layout] = r["share"]
     for (_, _, precision, layout), share in sorted(seen.items()):
         parts = [f"{share[name]:.1%}" for name in ("forward", "backward", "optimizer", "communication")]

@@ -17,7 +17,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -149,9 +149,8 @@ def measure_transformers(args: argparse.Namespace) -> dict[str, Any]:
     return {"bench": "transformers", "tok_s": ROWS * SEQ_LEN / seconds, "ms": seconds * 1e3}
 
 
-def run(command: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """The last JSON line a command prints."""
-    settings = [f"OMP_NUM_THREADS={args.threads}", *args.env]
+def run(command: list[str], settings: Sequence[str] = ()) -> dict[str, Any]:
+    """The last JSON line a command prints, with NAME=VALUE settings in its environment."""
     done = subprocess.run(["env", *settings, *command], capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     require(done.returncode == 0 and bool(lines), f"{shlex.join(command)} gave no figure:\n{done.stderr[-2000:]}")
@@ -178,10 +177,11 @@ def main(args: argparse.Namespace) -> None:
     ours, peers = commands(args)
     rounds: list[dict[str, float]] = []
     share: dict[str, float] = {}
+    settings = [f"OMP_NUM_THREADS={args.threads}", *args.env]
     for number in range(args.rounds):
-        mine = run(ours, args)
+        mine = run(ours, settings)
         share = mine["share"]
-        rounds.append({"ours": mine["tok_s"]} | {name: run(peers[name], args)["tok_s"] for name in peers})
+        rounds.append({"ours": mine["tok_s"]} | {name: run(peers[name], settings)["tok_s"] for name in peers})
         print(f"round {number + 1}: " + "  ".join(f"{name} {x:,.0f}" for name, x in rounds[-1].items()), flush=True)
     for name in peers:
         ratios = [r["ours"] / r[name] for r in rounds]
@@ -191,10 +191,15 @@ def main(args: argparse.Namespace) -> None:
             "peer_tok_s": round(median(r[name] for r in rounds)), "ratio": round(median(ratios), 3),
             "ratio_min": round(min(ratios), 3), "ratio_max": round(max(ratios), 3), "share": share,
         }  # fmt: skip
-        print(json.dumps(result), flush=True)
-        if args.save is not None:
-            with args.save.open("a") as file:
-                print(json.dumps(result | where()), file=file)
+        report(result, args.save)
+
+
+def report(result: dict[str, Any], save: Path | None) -> None:
+    """Print a JSON line, and append it to `save` with date, commit and machine."""
+    print(json.dumps(result), flush=True)
+    if save is not None:
+        with save.open("a") as file:
+            print(json.dumps(result | where()), file=file)
 
 
 def where() -> dict[str, Any]:

@@ -26,7 +26,7 @@ from megatron_lite.config.schema import Recipe
 from megatron_lite.config.stages import for_stage, stage_index
 from megatron_lite.data import lengths
 from megatron_lite.data import merge as merging
-from megatron_lite.data.corpus import document_at, first_with, read_manifest, token_range
+from megatron_lite.data.corpus import document_at, first_with, other_tokenizer, read_manifest, token_range
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.loader import (
     cache_folder,
@@ -110,12 +110,11 @@ def check_corpus(prefix: str, vocab_size: int | None, tokenizer: Tokenizer | Non
     dataset.check()
     with tqdm(total=dataset.bin_bytes, unit="B", unit_scale=True, desc=prefix, leave=False, disable=None) as bar:
         low, high = token_range(dataset, lambda tokens: bar.update(tokens * dataset.dtype.itemsize))
-    require(
-        vocab_size is None or high < vocab_size,
-        f"{prefix}: document {first_with(dataset, vocab_size) if vocab_size else 0} holds an id that is not below "
-        f"{vocab_size}; the largest is {high}",
-        DataError,
-    )
+    if vocab_size is not None and high >= vocab_size:
+        document = first_with(dataset, vocab_size)
+        raise DataError(
+            f"{prefix}: document {document} holds an id that is not below {vocab_size}; the largest is {high}"
+        )
     manifest = read_manifest(prefix)
     if manifest is not None:
         counts = {"documents": dataset.num_documents, "tokens": dataset.num_tokens, "max_id": high}
@@ -126,10 +125,9 @@ def check_corpus(prefix: str, vocab_size: int | None, tokenizer: Tokenizer | Non
                 DataError,
             )
         if tokenizer is not None:
+            other = other_tokenizer(manifest, tokenizer.fingerprint)
             require(
-                _wrote(manifest, tokenizer),
-                f"{prefix} was written with the tokenizer {_name(manifest)}, not with {tokenizer.name}",
-                DataError,
+                other is None, f"{prefix} was written with the tokenizer {other}, not with {tokenizer.name}", DataError
             )
     return (
         f"{prefix}: whole; {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens of {dataset.dtype.name}, "
@@ -270,17 +268,9 @@ def _text(ids: np.ndarray, tokenizer: Tokenizer | None, width: int) -> str:
 
 def _other_tokenizer(prefix: str, tokenizer: Tokenizer | None) -> Iterator[str]:
     """A note if the corpus says that another tokenizer wrote it."""
-    manifest = read_manifest(prefix)
-    if tokenizer is not None and manifest is not None and not _wrote(manifest, tokenizer):
-        yield f"note: {prefix} was written with another tokenizer, {_name(manifest)}"
-
-
-def _wrote(manifest: dict[str, dict[str, str]], tokenizer: Tokenizer) -> bool:
-    return manifest.get("tokenizer", {}).get("fingerprint") in (None, tokenizer.fingerprint)
-
-
-def _name(manifest: dict[str, dict[str, str]]) -> str | None:
-    return manifest.get("tokenizer", {}).get("name")
+    other = None if tokenizer is None else other_tokenizer(read_manifest(prefix), tokenizer.fingerprint)
+    if other is not None:
+        yield f"note: {prefix} was written with another tokenizer, {other}"
 
 
 if __name__ == "__main__":

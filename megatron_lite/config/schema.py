@@ -104,9 +104,8 @@ class Source(Section):
     """One corpus of a blend."""
 
     path: str = Field(min_length=1)  # prefix of a .bin/.idx pair
-    split: tuple[Weight, ...] | None = Field(
-        default=None, strict=False, min_length=1
-    )  # of contiguous parts, by documents
+    # weights of contiguous parts, by documents
+    split: tuple[Weight, ...] | None = Field(default=None, strict=False, min_length=1)
     part: int | None = Field(default=None, ge=0)  # which of them this section reads, from 0
     max_epochs: float | None = Field(default=None, gt=0)  # default: read again as often as a stage needs
     when_exhausted: Literal["error", "stop"] = "error"  # a stage that needs more: refused, or ends before that step

@@ -40,9 +40,7 @@ class Survey:
 class Stream:
     """What rows are cut from: pieces of documents, laid end to end."""
 
-    starts: (
-        np.ndarray
-    )  # int64 [pieces + 1], where each starts in the stream (the first may start anywhere), and the end
+    starts: np.ndarray  # int64 [pieces + 1], where each starts in the stream, the first anywhere, and the end
     places: np.ndarray | None  # int64 [pieces], where each starts in PREFIX.bin, or packing.PADDING; None: at `starts`
 
 
@@ -145,12 +143,9 @@ def token_range(dataset: IndexedDataset, progress: Callable[[int], object] = lam
     for start in range(0, dataset.num_tokens, CHUNK):
         tokens = dataset.read(start, min(CHUNK, dataset.num_tokens - start))
         low, high = min(low, int(tokens.min())), max(high, int(tokens.max()))
-        require(
-            low >= 0,
-            f"{dataset.bin}: document {document_at(dataset, start + int(tokens.argmin()))[0]} holds the id {low}; ids "
-            "are not negative",
-            DataError,
-        )
+        if low < 0:
+            document = document_at(dataset, start + int(tokens.argmin()))[0]
+            raise DataError(f"{dataset.bin}: document {document} holds the id {low}; ids are not negative")
         progress(len(tokens))
     return low, high
 
@@ -189,6 +184,12 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
         isinstance(manifest, dict), f"{path} does not hold a table; remove it or prepare the corpus again", DataError
     )
     return dict(manifest)
+
+
+def other_tokenizer(manifest: dict[str, Any] | None, fingerprint: str) -> str | None:
+    """Name of the tokenizer that wrote a pair, if it is known and not the one with this fingerprint."""
+    wrote = (manifest or {}).get("tokenizer") or {}
+    return None if wrote.get("fingerprint") in (None, fingerprint) else str(wrote.get("name"))
 
 
 def _max_id(dataset: IndexedDataset) -> int:

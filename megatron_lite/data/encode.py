@@ -16,7 +16,7 @@ import orjson
 
 from megatron_lite.data.indexed import token_dtype
 from megatron_lite.data.readers import Block, Columns
-from megatron_lite.data.tokenizer import Tokenizer, fast_backend
+from megatron_lite.data.tokenizer import Tokenizer, end_to_end, fast_backend
 from megatron_lite.errors import DataError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -69,7 +69,6 @@ class Encoder:
         self.eod = tokenizer.eod_id if options.append_eod else None
         wanted = options.backend == "auto" and options.columns.ids is None
         self.fast = fast_backend(tokenizer) if wanted else None
-        self._seen = -1  # the input whose first block was checked last
 
     def __call__(self, block: Block) -> Encoded:
         """The documents of a block in order; bad records are counted, or the first one is the error."""
@@ -79,7 +78,7 @@ class Encoder:
             if block.ids is not None and block.lengths is not None:
                 tokens, lengths = self._ready(block, block.ids, block.lengths, result)
             elif self.options.columns.ids is not None:
-                tokens, lengths = _end_to_end(list(self._records(block, result)))
+                tokens, lengths = end_to_end(list(self._records(block, result)), np.int64)
                 tokens, lengths = self._ready(block, tokens, lengths, result)
             else:
                 texts = list(self._records(block, result))
@@ -185,14 +184,13 @@ class Encoder:
         """Numbers of the documents to check: those a seed draws, and the first of an input."""
         drawn = np.random.default_rng([block.input, block.offset, block.number or 0]).random(len(texts))
         chosen = set(np.flatnonzero(drawn < self.options.checked_share).tolist())
-        if block.input != self._seen:
+        if block.first:
             sizes = np.cumsum([len(text) for text in texts])
             chosen |= set(range(int(np.searchsorted(sizes, CHECKED_FIRST))))
-            self._seen = block.input
         return sorted(index for index in chosen if len(texts[index]) <= CHECKED_DOCUMENT)
 
 
-def parse(raw: bytes, columns: Columns) -> str | np.ndarray | None:
+def parse(raw: bytes, columns: Columns) -> str | list[int] | None:
     """The text or the ids of one JSON line; None when it is not wanted. BadRecord: it holds no document."""
     try:
         record = orjson.loads(raw)
@@ -216,9 +214,4 @@ def parse(raw: bytes, columns: Columns) -> str | np.ndarray | None:
         return value
     if not isinstance(value, list) or not all(type(i) is int and -(2**63) <= i < 2**63 for i in value):
         raise BadRecord(f"the value of {key!r} is not a list of integers")
-    return np.array(value, dtype=np.int64)
-
-
-def _end_to_end(documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.array([len(ids) for ids in documents], dtype=np.int64)
-    return np.concatenate([np.empty(0, np.int64), *documents]), lengths
+    return value

@@ -14,7 +14,7 @@ from megatron_lite.config.rules import schedule_fits_into_stage
 from megatron_lite.config.schema import Recipe
 from megatron_lite.config.violation import StageView
 from megatron_lite.data.batch import Batch, make_batch
-from megatron_lite.data.corpus import read_manifest
+from megatron_lite.data.corpus import other_tokenizer, read_manifest
 from megatron_lite.data.source import Rows, Source, TrainingRows, ValidationRows
 from megatron_lite.data.tokenizer import load_tokenizer
 from megatron_lite.errors import DataError, require
@@ -76,10 +76,10 @@ def check_tokenizer(recipe: Recipe, stage: int) -> None:
     sections = {f"sources.{name}": recipe.sources[name] for name in recipe.stages[stage].mixture}
     sections |= {f"validation.{name}": config for name, config in recipe.validation.items()}
     for section, config in sections.items():
-        wrote = (read_manifest(Path(config.path).expanduser()) or {}).get("tokenizer")
+        other = other_tokenizer(read_manifest(Path(config.path).expanduser()), tokenizer.fingerprint)
         require(
-            wrote is None or wrote["fingerprint"] == tokenizer.fingerprint,
-            f"[{section}] {config.path} was written with the tokenizer {wrote and wrote['name']}, but "
+            other is None,
+            f"[{section}] {config.path} was written with the tokenizer {other}, but "
             f"tokenizer.path = {recipe.tokenizer.path!r} is another one ({tokenizer.name})",
             DataError,
         )

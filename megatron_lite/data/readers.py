@@ -44,6 +44,7 @@ class Block:
     input: int  # number of the input, from 0
     consumed: int  # bytes of the file that were read for it
     number: int | None  # of its first line or row, from 1, where it is known
+    first: bool = False  # of its input
     offset: int = 0  # bytes of (decompressed) text before it
     end: int | None = None  # of a plain file: the lines that begin in [offset, end), left to be read by `loaded`
     lines: bytes | None = None
@@ -136,11 +137,12 @@ def _line_blocks(share: Input, number: int) -> Iterator[Block]:
         stop = share.path.stat().st_size if share.end is None else share.end
         for begin in range(share.begin, stop, BLOCK):
             end = min(begin + BLOCK, stop)
-            yield Block(str(share.path), number, end - begin, 1 if begin == 0 else None, begin, end)
+            first = begin == share.begin
+            yield Block(str(share.path), number, end - begin, 1 if begin == 0 else None, first, begin, end)
         return
     line, offset = 1, 0
     for lines, consumed in _whole_lines(_decompressed(share.path)):
-        yield Block(str(share.path), number, consumed, line, offset, lines=lines)
+        yield Block(str(share.path), number, consumed, line, offset == 0, offset, lines=lines)
         offset += len(lines)
         line += lines.count(b"\n")
 
@@ -256,8 +258,8 @@ def _parquet_blocks(path: Path, number: int, columns: Columns) -> Iterator[Block
                 if columns.where:
                     table = batch.filter(pc.equal(batch.column(columns.where[0]).cast(pa.string()), columns.where[1]))
                 done = size * (row + len(batch) - 1) // rows
-                first = None if columns.where else row  # rows left out are not counted
-                where: dict[str, Any] = {"file": str(path), "input": number, "consumed": done - spent, "number": first}
+                where: dict[str, Any] = {"file": str(path), "input": number, "consumed": done - spent}
+                where |= {"number": None if columns.where else row, "first": row == 1}  # left-out rows are not counted
                 values = table.column(key)
                 if columns.ids:
                     lengths = pc.fill_null(pc.list_value_length(values), -1).to_numpy(zero_copy_only=False)

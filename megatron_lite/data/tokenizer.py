@@ -76,7 +76,7 @@ class SentencePieceTokenizer:
 
     def encode(self, texts: list[str]) -> Ids:
         """On one thread."""
-        return _end_to_end(self._model.encode(texts, out_type=int, num_threads=1))
+        return end_to_end(self._model.encode(texts, out_type=int, num_threads=1))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Control ids have no text."""
@@ -114,7 +114,7 @@ class JsonTokenizer:
     def encode(self, texts: list[str]) -> Ids:
         """On the library's own threads: all cores, unless RAYON_NUM_THREADS was set before."""
         encoded = self._model.encode_batch_fast(texts, add_special_tokens=False)  # `encode` without offsets
-        return _end_to_end([encoding.ids for encoding in encoded])
+        return end_to_end([encoding.ids for encoding in encoded])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Control ids are written out."""
@@ -145,7 +145,7 @@ class FastBackend:
     def encode(self, texts: list[str]) -> Ids:
         """On one thread."""
         if not texts:
-            return _end_to_end([])
+            return end_to_end([])
         layout = self._model.encode_batch([text.encode("utf-8") for text in texts], parallel=False).layout
         offsets = np.asarray(layout.offsets)
         return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
@@ -183,9 +183,10 @@ def load_tokenizer(path: str) -> Tokenizer:
     return SentencePieceTokenizer(file) if file.suffix == ".model" else JsonTokenizer(file)
 
 
-def _end_to_end(ids: Sequence[Sequence[int]]) -> Ids:
+def end_to_end(ids: Sequence[Sequence[int]], dtype: type = np.int32) -> Ids:
+    """Lists of ids as one array of that type, and how many each has."""
     lengths = _lengths(ids)
-    return np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int32, count=int(lengths.sum())), lengths
+    return np.fromiter(itertools.chain.from_iterable(ids), dtype=dtype, count=int(lengths.sum())), lengths
 
 
 def _lengths(parts: Sequence[Sequence[int]]) -> np.ndarray:

@@ -75,8 +75,7 @@ def train_step(model: Transformer, optimizer: Zero1, batches: Sequence[Batch], c
 
     # 3. the global gradient norm and loss: each rank adds the elements and tokens it answers for
     share = optimizer.reduce()
-    counted = float(ctx.tp.rank == 0)  # tensor-parallel ranks have the same losses
-    losses = [counted * x for x in (loss.item(), *by_source.sums.tolist())]
+    losses = [x if ctx.tp.rank == 0 else 0.0 for x in (loss.item(), *by_source.sums.tolist())]  # tp ranks have the same
     square, total, *source_losses = sum_over(ctx, ctx.world, share.item(), *losses)
     grad_norm = math.sqrt(square)
 

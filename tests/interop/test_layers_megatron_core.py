@@ -5,6 +5,8 @@ Skipped where that package is absent; `pip install --no-deps megatron-core einop
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-def their_config():  # type: ignore[no-untyped-def]
+def their_config() -> Any:
     """Two tensor-parallel ranks on the CPU."""
     from megatron.core import ModelParallelConfig, parallel_state
 

@@ -327,6 +327,14 @@ def test_both_backends_write_the_same_corpus_and_the_manifest_says_which(trained
     assert json.loads((tmp_path / "reference.json").read_text())["backend"] == "tokenizers:tokenizer.json"
 
 
+def test_what_is_checked_does_not_depend_on_the_number_of_workers(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "BLOCK", 1000)
+    source = _jsonl(tmp_path / "a.jsonl", Path(__file__).read_text().splitlines())
+    for workers in (1, 2):
+        prepare([source], str(tmp_path / str(workers)), Options(str(trained)), workers)
+    assert (tmp_path / "1.json").read_bytes() == (tmp_path / "2.json").read_bytes()
+
+
 def test_a_fast_backend_that_differs_ends_the_work_and_is_named(trained, tmp_path):
     encoder = Encoder(load_tokenizer(str(trained)), Options(str(trained)))
     right = encoder.fast.encode
@@ -339,5 +347,5 @@ def test_a_fast_backend_that_differs_ends_the_work_and_is_named(trained, tmp_pat
 
     encoder.fast.encode = wrong
     lines = b"".join(json.dumps({"text": f"some words {i}"}).encode() + b"\n" for i in range(9))
-    result = encoder(Block("f.jsonl", 0, 0, 1, lines=lines))
+    result = encoder(Block("f.jsonl", 0, 0, 1, first=True, lines=lines))
     assert re.search(r"f.jsonl, line 1, byte 0, document 3 after it: gigatoken .* --backend reference", result.error)
