@@ -30,6 +30,12 @@ class Parallel(Section):
     ep: int = Field(default=1, ge=1)
     sequence_parallel: bool = False  # norms and residuals on T/tp tokens (needs tp > 1 to matter)
     recompute: Literal["none", "selective", "full"] = "none"
+    virtual_stages: int = Field(default=1, ge=1)  # parts of the model on each pp rank (interleaved 1F1B)
+    cp_attention: Literal["auto", "gather", "ring", "heads"] = "auto"  # how cp ranks share keys and values
+    # What runs beside the computation. Off only to measure what that is worth: the numbers are the same to the bit.
+    overlap_gradients: bool = True  # reduce-scatter during the last backward
+    overlap_weights: bool = True  # all-gather during the next forward
+    overlap_pipeline: bool = True  # messages between pp ranks
     world_size: int | None = Field(default=None, ge=1)  # what the recipe is meant for
 
 

@@ -58,20 +58,25 @@ def num_non_embedding_parameters(model: ModelConfig) -> int:
 
 def num_active_parameters(model: ModelConfig) -> int:
     """Parameters one token passes through: all but the experts it is not sent to."""
-    return num_parameters(model) - _idle_experts(model)
+    return num_parameters(model) - sum(_idle_experts(model) for layer in model.layers if layer.ffn == "moe")
 
 
 def matmul_parameters(model: ModelConfig) -> int:
     """Elements of the matrices one token is multiplied with: linears, router, its experts, and the head once."""
-    table = parameter_shapes(model).values()
+    blocks = sum(layer_matmul_parameters(model, layer) for layer in model.layers)
+    return blocks + model.vocab_size * model.hidden_size
+
+
+def layer_matmul_parameters(model: ModelConfig, layer: Layer) -> int:
+    """The same of one block."""
+    table = layer_shapes(model, layer).values()
     linears = sum(shape.numel for shape in table if shape.kind in ("matrix", "output", "router"))
-    return linears - _idle_experts(model) + model.vocab_size * model.hidden_size
+    return linears - (_idle_experts(model) if layer.ffn == "moe" else 0)
 
 
 def _idle_experts(model: ModelConfig) -> int:
-    one_expert = 3 * model.hidden_size * model.moe_intermediate_size
-    idle = model.num_experts - model.num_experts_per_tok
-    return sum(idle * one_expert for layer in model.layers if layer.ffn == "moe")
+    """Elements of the experts of one block that a token is not sent to."""
+    return (model.num_experts - model.num_experts_per_tok) * 3 * model.hidden_size * model.moe_intermediate_size
 
 
 def _norm(model: ModelConfig, name: str) -> dict[str, Shape]:

@@ -232,7 +232,7 @@ def _partial_sums(pieces: tuple[Piece, ...], ctx: ParallelContext) -> list[tuple
     for piece in sorted(pieces, key=lambda p: p.offset):
         if not piece.partial_grad:
             continue
-        axis = ctx.tp if piece.copies == ctx.tp.size else ctx.kv
+        axis: Axis = getattr(ctx, piece.axis)
         span = _span(piece)
         if sums and sums[-1][1] is axis and sums[-1][0].stop + ALIGN > span.start:  # only padding between them
             span = slice(sums.pop()[0].start, span.stop)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_lite.parallel.grid import Grid
 
@@ -37,6 +39,8 @@ class ParallelContext:
     kv: Axis  # tp ranks that hold the same kv heads
     ep: Axis
     edp: Axis
+    ends: Axis  # first and last pp rank: both hold the matrix of a tied embedding
+    read: Callable[[Tensor], list[float]] = Tensor.tolist  # numbers the host decides by; a dry run has its own answers
 
 
 def single_process(device: torch.device | str = "cpu") -> ParallelContext:
@@ -64,5 +68,5 @@ def build_context(grid: Grid, *, rank: int, device: torch.device, timeout_s: flo
         assert mine is not None
         return mine
 
-    names = ("world", "pp", "dp", "cp", "tp", "data", "kv", "ep", "edp")
+    names = ("world", "pp", "dp", "cp", "tp", "data", "kv", "ep", "edp", "ends")
     return ParallelContext(grid=grid, device=device, **{name: axis(name) for name in names})

@@ -42,8 +42,13 @@ class Grid:
     def rows(self, axis: str) -> list[tuple[int, ...]]:
         """All groups of one axis, each a tuple of ranks in axis order; together they hold every rank once.
 
-        Axes: world, pp, dp, cp, tp, data (dp x cp: ranks that see different tokens), kv, ep, edp.
+        Axes: world, pp, dp, cp, tp, data (dp x cp: ranks that see different tokens), kv, ep, edp, and ends (the first
+        and the last of each pp group; those between stand alone).
         """
+        if axis == "ends":
+            groups = self.rows("pp") if self.pp > 2 else []
+            inner = [(rank,) for row in groups for rank in row[1:-1]]
+            return [(row[0], row[-1]) for row in groups] + inner if groups else self.rows("pp")
         dense, experts = (self.pp, self.dp, self.cp, self.tp), (self.pp, self.world // self.pp // self.ep, self.ep)
         split_tp = (self.pp, self.dp, self.cp, self.tp // self.kv_replicas, self.kv_replicas)
         sizes, moving = {
@@ -57,12 +62,12 @@ class Grid:
             "edp": (experts, (1,)),
             "ep": (experts, (2,)),
         }[axis]
-        groups: dict[tuple[int, ...], list[int]] = {}
+        found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
             place = coordinates(rank, sizes)
             fixed = tuple(p for dim, p in enumerate(place) if dim not in moving)
-            groups.setdefault(fixed, []).append(rank)
-        return [tuple(ranks) for ranks in groups.values()]
+            found.setdefault(fixed, []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
 
 
 def coordinates(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -84,7 +84,7 @@ class ColumnParallelLinear(nn.Module):
             key = f"{parent}.{s.name}".lstrip(".") if s.name else name
             weight = Piece(
                 f"{key}.weight", (s.whole, self.d_in), (s.start, 0), (s.rows, self.d_in), row * self.d_in,
-                copies=s.copies, copy=s.copy, partial_grad=s.copies > 1,
+                copies=s.copies, copy=s.copy, partial_grad=s.copies > 1, axis="kv",
             )  # fmt: skip
             weights.append(weight)
             biases.append(

@@ -22,9 +22,10 @@ class Piece:
     start: tuple[int, ...]  # first index of the rectangle in it
     shape: tuple[int, ...]  # extent of the rectangle
     offset: int = 0  # elements before it in the storage
-    copies: int = 1  # tensor-parallel ranks that hold this same rectangle
+    copies: int = 1  # ranks of `axis` that hold this same rectangle, all of them
     copy: int = 0  # which of them this is; copy 0 owns it (is counted, and saved)
     partial_grad: bool = False  # each copy computes a share of the gradient; the shares are summed over the copies
+    axis: str = "tp"  # "tp", "kv" (tp ranks that share kv heads) or "ends" (first and last pp rank)
 
     @property
     def numel(self) -> int:
@@ -43,8 +44,8 @@ class Piece:
 class FlatShard:
     """One rank's range [lo, hi) of a flat bucket: what ZeRO-1 updates, and what a checkpoint stores.
 
-    Elements of the bucket that no piece covers are padding. Buckets of the ranks of one tensor-parallel group have
-    equal sizes, order and ranges, so a copy on another rank lies at the same place.
+    Elements of the bucket that no piece covers are padding. A copy of a piece lies in a bucket of the same size, at the
+    same place and with the same range on every rank that holds one.
     """
 
     bucket: str  # unique within the rank, equal over data-parallel ranks

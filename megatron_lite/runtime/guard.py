@@ -91,4 +91,4 @@ class Stop:
 
 def sum_over(ctx: ParallelContext, axis: Axis, *values: float) -> list[float]:
     """Numbers summed over an axis in one exchange (fp64, exact for counts below 2^53)."""
-    return comm.all_sum(torch.tensor(values, dtype=torch.float64, device=ctx.device), axis).tolist()
+    return ctx.read(comm.all_sum(torch.tensor(values, dtype=torch.float64, device=ctx.device), axis))

@@ -10,7 +10,7 @@ from megatron_lite.errors import ConfigError
 from megatron_lite.parallel.context import single_process
 from megatron_lite.parallel.grid import Grid, coordinates, kv_replicas
 
-AXES = ("world", "pp", "dp", "cp", "tp", "data", "kv", "ep", "edp")
+AXES = ("world", "pp", "dp", "cp", "tp", "data", "kv", "ep", "edp", "ends")
 
 
 def grids() -> list[Grid]:
@@ -69,6 +69,14 @@ def test_the_rows_of_a_grid_of_eight():
     assert grid.rows("kv") == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert Grid(8, tp=2, cp=2).rows("data") == [(0, 2, 4, 6), (1, 3, 5, 7)]
     assert Grid(8, pp=2, tp=2).rows("pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_the_ends_are_the_first_and_last_rank_of_a_pipeline_and_the_rest_stand_alone():
+    assert Grid(8, pp=2, tp=2).rows("ends") == Grid(8, pp=2, tp=2).rows("pp")
+    for grid in grids():
+        rows = grid.rows("ends")
+        assert sorted(rank for row in rows for rank in row) == list(range(grid.world)), grid
+        assert {row for row in rows if len(row) > 1} == {(row[0], row[-1]) for row in grid.rows("pp") if grid.pp > 1}
 
 
 def test_coordinates_count_like_an_odometer():
