@@ -1,8 +1,8 @@
 """Which blocks each pipeline rank holds. Pure arithmetic.
 
-The blocks are cut into pp * virtual_stages runs of neighbours; run c * pp + r is chunk c of pp rank r. The first run also
-embeds the ids, the last one also holds the final norm, the head and the loss. Runs are as even as they can be in the
-elements of the matrices a token is multiplied with, the head's included; a look-up in the embedding costs nothing.
+The blocks are cut into pp * virtual_stages runs of neighbours; run c * pp + r is chunk c of pp rank r. The first run
+also embeds the ids, the last one also holds the final norm, the head and the loss. Runs are as even as they can be in
+the elements of the matrices a token is multiplied with, the head's included; a look-up in the embedding costs nothing.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,4 +70,5 @@ def build_context(grid: Grid, *, rank: int, device: torch.device, timeout_s: flo
         return mine
 
     names = ("world", "pp", "dp", "cp", "tp", "data", "kv", "ep", "edp", "ends")
-    return ParallelContext(grid=grid, device=device, **{name: axis(name) for name in names})
+    axes: dict[str, Any] = {name: axis(name) for name in names}
+    return ParallelContext(grid=grid, device=device, **axes)

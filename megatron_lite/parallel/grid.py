@@ -46,9 +46,8 @@ class Grid:
         and the last of each pp group; those between stand alone).
         """
         if axis == "ends":
-            groups = self.rows("pp") if self.pp > 2 else []
-            inner = [(rank,) for row in groups for rank in row[1:-1]]
-            return [(row[0], row[-1]) for row in groups] + inner if groups else self.rows("pp")
+            inner = [(rank,) for row in self.rows("pp") for rank in row[1:-1]]
+            return [(row[0], *row[1:][-1:]) for row in self.rows("pp")] + inner
         dense, experts = (self.pp, self.dp, self.cp, self.tp), (self.pp, self.world // self.pp // self.ep, self.ep)
         split_tp = (self.pp, self.dp, self.cp, self.tp // self.kv_replicas, self.kv_replicas)
         sizes, moving = {

@@ -2,11 +2,12 @@
 
 A rank holds `chunks` parts of the model; part c of pp rank r is number c * pp + r of all. `order` says what a rank
 computes one after the other: a few forwards to fill the pipeline, then one forward and one backward in turn, then the
-backwards that are left. `timetable` lets all ranks work on one clock, one task a tick each; a result travels in the tick
-that made it and can be used in the next. The clock proves that the order comes to an end, and gives any two ranks the
-same order of messages, at most one a tick in each direction: a batched exchange at the end of each tick cannot deadlock.
+backwards that are left. `timetable` lets all ranks work on one clock, one task a tick each; a result travels in the
+tick that made it and can be used in the next. The clock proves that the order comes to an end, and gives any two ranks
+the same order of messages, at most one a tick in each direction: a batched exchange at the end of each tick cannot
+deadlock.
 
-With forwards and backwards of equal length the share of time a rank waits is (pp - 1) / (pp - 1 + micro-batches * chunks).
+With forwards and backwards of equal length a rank waits for the share (pp - 1) / (pp - 1 + micro-batches * chunks).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_no_rank_holds_more_live_forwards_than_promised():
 
 
 def length(tables: list[list[Tick]]) -> int:
-    """Ticks until every rank is done, replayed under rendezvous: an exchange ends when all its partners are in theirs."""
+    """Ticks until all are done, replayed under rendezvous: an exchange ends when all its partners are in theirs."""
     clock = [0] * len(tables)  # when a rank is done with its ticks so far
     at = [0] * len(tables)
     while any(place < len(table) for place, table in zip(at, tables, strict=True)):
