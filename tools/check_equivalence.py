@@ -22,7 +22,7 @@ from typing import Literal
 from megatron_lite.checkpoint import store
 from megatron_lite.config.load import load_recipe
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.schema import Optimizer, Recipe
+from megatron_lite.config.schema import Optimizer, Parallel, Recipe
 from megatron_lite.config.stages import for_stage, stage_index
 from megatron_lite.errors import MegatronLiteError, require
 from megatron_lite.parallel.grid import Grid, kv_replicas
@@ -92,7 +92,7 @@ def trial(recipe: Recipe, index: int, layout: Layout, steps: int, full_size: boo
     masked = recipe.stages[index].mask_documents
     return Run(
         recipe.model if full_size else small(recipe.model), steps=steps, documents=masked, masked=True,
-        micro_batch=12 if layout.world == 1 else 1, sequence_parallel=layout.sequence_parallel,
+        micro_batch=12 if layout.world == 1 else 1, parallel=Parallel(sequence_parallel=layout.sequence_parallel),
         optimizer=Optimizer(betas=recipe.optimizer.betas, weight_decay=recipe.optimizer.weight_decay,
                             clip=recipe.optimizer.clip, zero=layout.zero),
     )  # fmt: skip

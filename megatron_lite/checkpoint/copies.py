@@ -13,9 +13,10 @@ from megatron_lite.checkpoint.layout import parts
 from megatron_lite.parallel.shard import FlatShard
 
 if TYPE_CHECKING:
-    from megatron_lite.parallel.context import Axis
+    from megatron_lite.parallel.context import Axis, ParallelContext
 
 T = TypeVar("T")
+SHARED = ("tp", "kv", "ends")  # axes over which pieces may have copies
 Key = tuple[str, tuple[int, ...], tuple[int, ...], int, int, str]  # name, start, shape, range of the piece, kind
 
 
@@ -28,12 +29,12 @@ def gather_all(axis: Axis, mine: T) -> list[T]:
     return everyone
 
 
-def copy_hashes(shards: Sequence[FlatShard]) -> dict[Key, str]:
-    """A hash of the bytes this rank holds of every replicated piece."""
+def copy_hashes(shards: Sequence[FlatShard], axis: str) -> dict[Key, str]:
+    """A hash of the bytes this rank holds of every piece that the ranks of `axis` share."""
     found = {}
     for shard in shards:
         for part in parts(shard.pieces, shard.lo, shard.hi):
-            if part.piece.copies > 1:
+            if part.piece.copies > 1 and part.piece.axis == axis:
                 start = shard.lo + part.first - part.piece.offset
                 span = (start, start + part.stop - part.first)
                 for kind, tensor in shard.tensors.items():
@@ -44,15 +45,19 @@ def copy_hashes(shards: Sequence[FlatShard]) -> dict[Key, str]:
     return found
 
 
-def differing_copies(shards: Sequence[FlatShard], tp: Axis) -> list[str]:
-    """One line for every replicated tensor whose copies differ over the tensor-parallel ranks. A collective."""
-    holders: dict[Key, dict[str, list[int]]] = {}
-    for rank, hashes in zip(tp.ranks, gather_all(tp, copy_hashes(shards)), strict=True):
-        for key, digest in hashes.items():
-            holders.setdefault(key, {}).setdefault(digest, []).append(rank)
-    return [
-        f"{name} ({kind}, elements {start} to {stop - 1} of the piece) is not equal on ranks "
-        + " and ".join(str(ranks) for ranks in groups.values())
-        for (name, _, _, start, stop, kind), groups in holders.items()
-        if len(groups) > 1
-    ]
+def differing_copies(shards: Sequence[FlatShard], ctx: ParallelContext, axes: Sequence[str] = SHARED) -> list[str]:
+    """One line for every tensor whose copies differ over the ranks that share it. A collective."""
+    wrong = []
+    for name in axes:
+        axis = getattr(ctx, name)
+        holders: dict[Key, dict[str, list[int]]] = {}
+        for rank, hashes in zip(axis.ranks, gather_all(axis, copy_hashes(shards, name)), strict=True):
+            for key, digest in hashes.items():
+                holders.setdefault(key, {}).setdefault(digest, []).append(rank)
+        wrong += [
+            f"{tensor} ({kind}, elements {start} to {stop - 1} of the piece) is not equal on ranks "
+            + " and ".join(str(ranks) for ranks in groups.values())
+            for (tensor, _, _, start, stop, kind), groups in holders.items()
+            if len(groups) > 1
+        ]
+    return wrong

@@ -8,7 +8,7 @@ first copy of a replicated piece is ever a source.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -189,7 +189,7 @@ def plan(shard: FlatShard, saved: Saved) -> Iterator[tuple[Part, list[Copy]]]:
         yield part, copies
 
 
-def compare_names(wanted: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> list[str]:
+def compare_names(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> list[str]:
     """One line for every tensor that is missing, unexpected, or has another shape."""
     wrong = [f"{name} {list(shape)} is not in the checkpoint" for name, shape in wanted.items() if name not in saved]
     wrong += [f"{name} {list(shape)} is not in this model" for name, shape in saved.items() if name not in wanted]

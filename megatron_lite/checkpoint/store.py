@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ def save(root: Path, step: int, shards: list[FlatShard], ctx: ParallelContext, m
     The folder appears under its name only once it is complete and durable. CheckpointError, on all ranks alike: copies
     of a replicated tensor differ (nothing is written then), or some rank could not write.
     """
-    _all_well(ctx, "; ".join(differing_copies(shards, ctx.tp)))
+    _all_well(ctx, "; ".join(differing_copies(shards, ctx)))
     final, partial = root / folder_name(step), root / (folder_name(step) + PARTIAL)
     _all_well(ctx, _try(ctx, root, lambda: _clear(root, partial)) if ctx.world.rank == 0 else "")
     try:
@@ -104,8 +104,11 @@ def has_moments(folder: Path) -> bool:
     return set(KINDS) <= set(read_manifest(folder).kinds)
 
 
-def load(folder: Path, shards: list[FlatShard], kinds: tuple[str, ...] = KINDS) -> None:
+def load(folder: Path, shards: list[FlatShard], shapes: Mapping[str, tuple[int, ...]],
+         kinds: tuple[str, ...] = KINDS) -> None:  # fmt: skip
     """Fill the tensors of one rank's shards in place, whatever layout the checkpoint was saved in.
+
+    `shapes` are those of the whole model, of which this rank may hold a part.
 
     Not a collective. All elements of all pieces are filled and padding is zeroed. Beyond the shards themselves, memory
     holds the run of one piece. CheckpointError: kinds, names or shapes that do not fit, missing or damaged files.
@@ -114,8 +117,7 @@ def load(folder: Path, shards: list[FlatShard], kinds: tuple[str, ...] = KINDS) 
     check_sizes(folder, manifest)
     _require_kinds(folder, manifest, kinds)
     saved, files = manifest.saved(), _Files(folder, manifest)
-    wanted = {piece.name: piece.whole for shard in shards for piece in shard.pieces}
-    wrong = compare_names(wanted, saved.shapes)
+    wrong = compare_names(shapes, saved.shapes)
     require(not wrong, f"{folder} does not fit this model: " + "; ".join(wrong[:8]), CheckpointError)
     for shard in shards:
         for kind in kinds:

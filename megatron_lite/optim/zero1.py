@@ -4,17 +4,20 @@ One step, as train/step.py drives it:
   expect(last)   before each backward; as a parameter's gradient appears it is added to its bucket and freed
                  (a post-accumulate hook, which fires once per backward after all uses of the parameter, also when
                  a module added the gradient to its `sink`, the parameter's place in the bucket, by itself)
-  during the last backward, a bucket whose parameters are all done starts its reduce-scatter (SUM, asynchronous),
-                 in one fixed order on every rank, last layers first
+  during the last backward of each parameter, a bucket whose parameters are all done starts its reduce-scatter (SUM,
+                 asynchronous), in one fixed order on every rank, last layers first; a tied matrix on two pipeline
+                 ranks waits for reduce(), since either end may be far behind the other
   reduce()       starts what is left, waits, returns this rank's share of the squared gradient norm
-  update(lr)     fp32 AdamW on this rank's range of every bucket, then all-gather into the weights' own storage
+  update(lr)     fp32 AdamW on this rank's range of every bucket, then an all-gather into the weights' own storage,
+                 first layers first; a module waits for its weights when it is first called (a forward hook)
 
-With zero=0 every rank keeps and updates the whole bucket (all-reduce, no gather): the same numbers to the bit.
+With zero=0 every rank keeps and updates the whole bucket (all-reduce, no gather): the same numbers to the bit. So are
+those without overlap, when every reduction starts in reduce() and every gather ends in update().
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,7 +48,8 @@ class _State:
     exp_avg_sq: Tensor
     partial_sums: list[tuple[slice, Axis]]  # gradients to be summed over the ranks that share a parameter
     counted: list[slice]  # parts of `own` that this rank answers for in the gradient norm
-    pending: int = 0
+    pending: int = 0  # parameters whose last gradient of the step is still to come
+    gather: dist.Work | None = None  # of fresh weights
 
     def shard(self, span: slice) -> FlatShard:
         inside = slice(span.start - self.held.start, span.stop - self.held.start)
@@ -63,12 +67,16 @@ class Zero1:
     """
 
     def __init__(self, model: nn.Module, table: dict[str, tuple[Piece, ...]], ctx: ParallelContext, config: Optimizer,
-                 ops: Ops, *, bucket_elements: int = BUCKET_ELEMENTS):  # fmt: skip
+                 ops: Ops, *, bucket_elements: int = BUCKET_ELEMENTS, overlap_gradients: bool = True,
+                 overlap_weights: bool = True):  # fmt: skip
         self.ctx, self.config, self.adamw, self.updates = ctx, config, ops.adamw, 0
+        self.overlap_gradients, self.overlap_weights = overlap_gradients, overlap_weights
         self.weights = FlatWeights(
             model, table, ctx.device, bucket_elements=bucket_elements, multiple=ctx.data.size * ALIGN
         )
-        self.states = [self._state(bucket) for bucket in self.weights.buckets]
+        buckets = sorted(self.weights.buckets, key=lambda bucket: bucket.held == "ends")
+        self.states = [self._state(bucket) for bucket in buckets]  # in the order their reductions start
+        self._early = sum(bucket.held != "ends" for bucket in buckets)  # so many may start during a backward
         self._last = False
         self._next = 0  # bucket whose reduction starts next
         self._running: list[dist.Work] = []
@@ -80,6 +88,9 @@ class Zero1:
                 parameter.register_post_accumulate_grad_hook(partial(self._accumulate, state, view))
                 if slot.parameter in owners:
                     owners[slot.parameter].sink = view
+        self._expect_all()
+        for module, states in self._first_uses(model):
+            module.register_forward_pre_hook(partial(self._ready, states))
 
     def _state(self, bucket: Bucket) -> _State:
         size = bucket.base.numel()
@@ -103,20 +114,22 @@ class Zero1:
     # ---- gradients
 
     def expect(self, last: bool) -> None:
-        """Announce a backward pass; `last` of this step: finished buckets start their reduction while it runs."""
+        """Announce a backward pass; `last`: the parameters it reaches get no other gradient in this step, and buckets
+        that are complete start their reduction while it runs."""
         self._last = last
-        if last:
-            self._next = 0
-            for state in self.states:
-                state.pending = len(state.bucket.slots)
+
+    def _expect_all(self) -> None:
+        self._next = 0
+        for state in self.states:
+            state.pending = len(state.bucket.slots)
 
     def _accumulate(self, state: _State, view: Tensor, parameter: Tensor) -> None:
         if parameter.grad is not None:
             view.add_(parameter.grad)
             parameter.grad = None
-        if self._last:
+        if self._last and self.overlap_gradients:
             state.pending -= 1
-            while self._next < len(self.states) and self.states[self._next].pending == 0:
+            while self._next < self._early and self.states[self._next].pending == 0:
                 self._start_reduction(self.states[self._next])
 
     @torch.no_grad()
@@ -140,6 +153,7 @@ class Zero1:
         for work in self._running:
             work.wait()
         self._running.clear()
+        self._expect_all()
         norms = [torch.linalg.vector_norm(state.grad[span]) for state in self.states for span in state.counted]
         if not norms:
             return torch.zeros((), dtype=torch.float64, device=self.ctx.device)
@@ -156,7 +170,7 @@ class Zero1:
     def update(self, lr: float, grad_scale: float = 1.0) -> None:
         """One AdamW update of everything with gradients times `grad_scale`, then fresh weights on every rank."""
         self.updates += 1
-        for state in self.states:
+        for state in reversed(self.states):
             grad = state.grad[state.held]
             if grad_scale != 1.0:
                 grad.mul_(grad_scale)
@@ -166,13 +180,14 @@ class Zero1:
                 weight_decay=self.config.weight_decay if state.bucket.decay else 0.0,
             )  # fmt: skip
             self._publish(state)
-        self._wait()
+        if not self.overlap_weights:
+            self.wait()
 
     def publish(self) -> None:
         """Set every rank's weights from the masters, e.g. after a checkpoint was loaded into shards()."""
-        for state in self.states:
+        for state in reversed(self.states):
             self._publish(state)
-        self._wait()
+        self.wait()
 
     @torch.no_grad()
     def _publish(self, state: _State) -> None:
@@ -182,12 +197,28 @@ class Zero1:
         if base.dtype != torch.float32:
             base[state.held].copy_(state.master)
         if self.config.zero and self.ctx.data.size > 1:
-            self._running.append(comm.all_gather_start(base, base[state.own], self.ctx.data))
+            state.gather = comm.all_gather_start(base, base[state.own], self.ctx.data)
 
-    def _wait(self) -> None:
-        for work in self._running:
-            work.wait()
-        self._running.clear()
+    def wait(self) -> None:
+        """Until all weights are there. Forwards see to it by themselves; who reads weights another way calls this."""
+        self._ready(self.states)
+
+    def _ready(self, states: Sequence[_State], *_: object) -> None:
+        for state in states:
+            if state.gather is not None:
+                state.gather.wait()
+                state.gather = None
+
+    def _first_uses(self, model: nn.Module) -> Iterator[tuple[nn.Module, list[_State]]]:
+        """(module, the buckets its forward reads). A matrix whose module is never called, the head's, is waited for
+        with the module before it."""
+        of_parameter = {slot.parameter: state for state in self.states for slot in state.bucket.slots}
+        caller = model
+        for name, module in model.named_modules():
+            states = [of_parameter[f"{name}.{own}"] for own, _ in module.named_parameters(recurse=False)]
+            if states:
+                caller = caller if type(module).forward is nn.Module.forward else module
+                yield caller, states
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -5,6 +5,7 @@ Rows are padded to a multiple of vocab_multiple * tp. Rows at and beyond vocab_s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,14 +17,19 @@ from megatron_lite.parallel import comm
 from megatron_lite.parallel.context import Axis
 from megatron_lite.parallel.shard import Piece
 
+EMBEDDING = "model.embed_tokens"
+
 
 class VocabRows(nn.Module):
-    """This rank's rows of a [vocab_size, D] matrix padded to `padded` rows; an untied head is just that."""
+    """This rank's rows of a [vocab_size, D] matrix padded to `padded` rows; a head is just that.
 
-    def __init__(self, vocab_size: int, padded: int, d_model: int, tp: Axis):
+    `ends`: the axis of the two pipeline ranks that hold a tied matrix, one as the embedding, one as the head.
+    """
+
+    def __init__(self, vocab_size: int, padded: int, d_model: int, tp: Axis, ends: Axis | None = None):
         super().__init__()
         assert padded % tp.size == 0 and padded >= vocab_size
-        self.tp, self.vocab_size, self.d_model = tp, vocab_size, d_model
+        self.tp, self.ends, self.vocab_size, self.d_model = tp, ends, vocab_size, d_model
         self.rows = padded // tp.size
         self.start = tp.rank * self.rows
         self.real = min(max(vocab_size - self.start, 0), self.rows)  # rows of this rank that exist on disk
@@ -33,14 +39,19 @@ class VocabRows(nn.Module):
     def pieces(self, name: str) -> dict[str, tuple[Piece, ...]]:
         """The rows that exist on disk: an empty rectangle on a rank that holds only padding."""
         whole, start = (self.vocab_size, self.d_model), min(self.start, self.vocab_size)
-        return {"weight": (Piece(f"{name}.weight", whole, (start, 0), (self.real, self.d_model)),)}
+        piece = Piece(f"{name}.weight", whole, (start, 0), (self.real, self.d_model))
+        if self.ends is not None and self.ends.size > 1:
+            piece = replace(piece, name=f"{EMBEDDING}.weight", axis="ends", copies=2, copy=self.ends.rank,
+                            partial_grad=True)  # fmt: skip
+        return {"weight": (piece,)}
 
 
 class VocabParallelEmbedding(VocabRows):
     """ids [T] -> x [T/tp, D] if sequence_parallel else [T, D]: each rank looks up its own rows, the rest add 0."""
 
-    def __init__(self, vocab_size: int, padded: int, d_model: int, tp: Axis, *, sequence_parallel: bool = False):
-        super().__init__(vocab_size, padded, d_model, tp)
+    def __init__(self, vocab_size: int, padded: int, d_model: int, tp: Axis, ends: Axis | None = None, *,
+                 sequence_parallel: bool = False):  # fmt: skip
+        super().__init__(vocab_size, padded, d_model, tp, ends)
         self.leave = comm.scatter_rows if sequence_parallel else comm.leave_region
 
     def forward(self, ids_T: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch.utils.checkpoint import checkpoint
 
+Recompute = Literal["none", "selective", "full"]
 Wrap = Callable[..., Any]  # wrap(fn, *args) = fn(*args), perhaps with less kept
 
 
@@ -26,6 +27,6 @@ def redo(fn: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def policy(mode: Literal["none", "selective", "full"]) -> tuple[Wrap, Wrap]:
+def policy(mode: Recompute) -> tuple[Wrap, Wrap]:
     """(wrap for a whole block, wrap for the cores inside it)."""
     return {"none": (keep, keep), "selective": (keep, redo), "full": (redo, keep)}[mode]

@@ -87,8 +87,10 @@ def one_step(run: StageRun, loader: StepLoader, journal: Journal) -> None:
     fetched = perf_counter()
     lr = learning_rate(run.stage.lr_in_steps, number, run.stage.num_steps)
     sources = [[run.rows.source_of(row) for row in batch.samples] for batch in batches]
-    result = train_step(run.model, run.optimizer, batches, run.ctx, lr=lr, clip=run.recipe.optimizer.clip,
-                        sources=sources, num_sources=len(run.rows.names))  # fmt: skip
+    result = train_step(
+        run.model, run.optimizer, batches, run.ctx, lr=lr, clip=run.recipe.optimizer.clip,
+        overlap=run.recipe.parallel.overlap_pipeline, sources=sources, num_sources=len(run.rows.names),
+    )  # fmt: skip
     run.state = advance(run.state, result, run)
     journal.step(result, lr=lr, seconds=perf_counter() - begin, data_seconds=fetched - begin)
     limit = run.recipe.guard.max_skips
@@ -147,9 +149,9 @@ def save(run: StageRun, journal: Journal) -> None:
 
 def open_loader(run: StageRun) -> StepLoader:
     """The rows from where the stage stands to its end."""
-    stage, data, done = run.stage, run.ctx.data, run.state.step
+    stage, dp, done = run.stage, run.ctx.dp, run.state.step
     return StepLoader(
         run.rows, steps=(stage.rows_after(step + 1) - stage.rows_after(step) for step in range(done, stage.num_steps)),
-        start_row=run.state.consumed_samples, micro_batch=stage.micro_batch, rank=data.rank, size=data.size,
+        start_row=run.state.consumed_samples, micro_batch=stage.micro_batch, rank=dp.rank, size=dp.size,
         mask_documents=stage.mask_documents,
     )  # fmt: skip

@@ -24,8 +24,9 @@ from megatron_lite.data.loader import (
 )
 from megatron_lite.data.source import Rows, TrainingRows
 from megatron_lite.errors import CheckpointError, require
+from megatron_lite.hf.names import tensor_shapes
 from megatron_lite.models.init import initial_tensors
-from megatron_lite.models.transformer import Transformer, build, named_pieces
+from megatron_lite.models.transformer import Transformer, build_rank, named_pieces
 from megatron_lite.monitor.sinks import check_packages
 from megatron_lite.ops import select
 from megatron_lite.optim.zero1 import Zero1
@@ -131,12 +132,11 @@ def open_stage(recipe: Recipe, index: int, ctx: ParallelContext, resume: str) ->
     together(ctx, lambda: check_tokenizer(recipe, index) if ctx.world.rank == 0 else None)
 
     ops = select.build(kernels)
-    model = build(
-        recipe.model, ctx.tp, ops, dtype=DTYPES[recipe.precision],
-        sequence_parallel=recipe.parallel.sequence_parallel and ctx.tp.size > 1,
-        recompute_mode=recipe.parallel.recompute,
+    model = build_rank(recipe.model, ctx, ops, recipe.parallel, DTYPES[recipe.precision])
+    optimizer = Zero1(
+        model, named_pieces(model), ctx, recipe.optimizer, ops,
+        overlap_gradients=recipe.parallel.overlap_gradients, overlap_weights=recipe.parallel.overlap_weights,
     )  # fmt: skip
-    optimizer = Zero1(model, named_pieces(model), ctx, recipe.optimizer, ops)
     state = TrainState(
         stage=index, stage_name=stage.name, step=0, num_steps=stage.num_steps, consumed_samples=0, consumed_tokens=0,
         total_tokens=start.tokens_before, optimizer_steps=0, skipped=0, consecutive_skips=0, complete=False,
@@ -188,7 +188,7 @@ def _load(folder: Path, start: Start, fresh: TrainState, recipe: Recipe,
         lines.append("the checkpoint has no optimizer moments: they start at zero")
     elif not keep:
         lines.append("optimizer moments start at zero")
-    store.load(folder, optimizer.shards(), store.KINDS if keep else ("master",))
+    store.load(folder, optimizer.shards(), tensor_shapes(recipe.model), store.KINDS if keep else ("master",))
     if keep:
         assert saved is not None
         optimizer.updates = saved.optimizer_steps

@@ -2,15 +2,16 @@
 
 The loss of a step is the sum over its valid tokens divided by their number in the global batch, on every rank and for
 any slicing of the batch: the number is known before the first forward, and all later reductions are sums.
-The one thing that happens elsewhere: as each gradient appears during a backward, a hook of the optimizer adds it to
-its flat bucket and, in the last backward, starts the reduction of finished buckets (optim/zero1.py).
+Two things happen elsewhere, both in hooks of the optimizer (optim/zero1.py): as each gradient appears during a backward
+it is added to its flat bucket, and in the last backward finished buckets start their reduction; and a module that is
+called waits until its fresh weights have arrived.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,27 +21,32 @@ from megatron_lite.data.batch import Batch
 from megatron_lite.models.transformer import Transformer
 from megatron_lite.ops.documents import Documents
 from megatron_lite.optim.zero1 import Zero1
+from megatron_lite.parallel.comm import all_sum
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.pipeline.engine import Report, run
+from megatron_lite.pipeline.schedule import Task, timetable
+from megatron_lite.pipeline.transfer import Transfer
 from megatron_lite.runtime.guard import sum_over
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did; the same on every rank."""
+    """What a step did; but for `pipeline` the same on every rank."""
 
     loss: float  # mean over the valid tokens of the global batch
     grad_norm: float  # before clipping
     valid_tokens: int
     skipped: bool  # loss or gradient not finite, or no valid token: no update
     sources: tuple[tuple[float, int], ...] = ()  # (sum of losses, valid tokens) of each source's rows
+    pipeline: Report | None = field(default=None, compare=False)  # how this rank waited
 
 
-def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Documents]:
-    """ids [T], labels [T] and the borders of a micro-batch as tensors."""
+def to_device(batch: Batch, ctx: ParallelContext) -> tuple[Tensor, Tensor, Documents]:
+    """ids [T], labels [T] and the borders of this rank's part of a micro-batch as tensors."""
 
     def move(array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
-        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+        return tensor if ctx.device.type == "cpu" else tensor.pin_memory().to(ctx.device, non_blocking=True)
 
     documents = Documents(
         cu_seqlens=move(batch.cu_seqlens),
@@ -53,8 +59,9 @@ def to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Docum
 
 
 def train_step(model: Transformer, optimizer: Zero1, batches: Sequence[Batch], ctx: ParallelContext, *, lr: float,
-               clip: float, sources: Sequence[Sequence[int]] = (), num_sources: int = 0) -> StepResult:  # fmt: skip
-    """One update from this rank's micro-batches. `clip` 0 means never.
+               clip: float, overlap: bool = True, sources: Sequence[Sequence[int]] = (),
+               num_sources: int = 0) -> StepResult:  # fmt: skip
+    """One update from this rank's micro-batches. `clip` 0 means never; `overlap`: messages between pipeline ranks.
 
     `sources`: for each micro-batch the number of the source of each of its rows, to tell their losses apart.
     """
@@ -63,20 +70,32 @@ def train_step(model: Transformer, optimizer: Zero1, batches: Sequence[Batch], c
     counts = by_source.count(batches)
     valid_tokens, *source_tokens = sum_over(ctx, ctx.data, sum(batch.valid_tokens for batch in batches), *counts)
 
-    # 2. forward and backward of every micro-batch; gradients add up in flat buckets
+    # 2. forward and backward of every micro-batch, in the order of the pipeline; gradients add up in flat buckets
     loss = torch.zeros((), device=ctx.device)
-    for i, batch in enumerate(batches):
-        optimizer.expect(last=i == len(batches) - 1)
-        token_losses = torch.zeros(len(batch.labels), device=ctx.device)
-        micro_loss = model(*to_device(batch, ctx.device), token_losses) / max(valid_tokens, 1)
-        micro_loss.backward()
-        loss += micro_loss.detach()
-        by_source.add(i, token_losses)
+    inputs = Inputs(batches, ctx)
+
+    def forward(task: Task, x: Tensor | None) -> Tensor:
+        ids, labels, documents = inputs[task.micro_batch]
+        token_losses = torch.zeros(len(labels), device=ctx.device)
+        out = model(ids, labels, documents, token_losses, chunk=task.chunk, x=x)
+        if not model.chunks[task.chunk].last:
+            return out
+        micro_loss = out / max(valid_tokens, 1)
+        loss.add_(micro_loss.detach())
+        by_source.add(task.micro_batch, token_losses)
+        return micro_loss
+
+    ticks = timetable(ctx.pp.size, len(model.chunks), len(batches))[ctx.pp.rank]
+    report = run(
+        ticks, forward, lambda task: optimizer.expect(last=task.micro_batch == len(batches) - 1),
+        transfer(model, batches[0], ctx, overlap=overlap),
+    )  # fmt: skip
 
     # 3. the global gradient norm and loss: each rank adds the elements and tokens it answers for
     share = optimizer.reduce()
-    losses = [x if ctx.tp.rank == 0 else 0.0 for x in (loss.item(), *by_source.sums.tolist())]  # tp ranks have the same
-    square, total, *source_losses = sum_over(ctx, ctx.world, share.item(), *losses)
+    losses = torch.cat([loss.double().view(1), by_source.sums])
+    losses = losses if ctx.tp.rank == 0 else torch.zeros_like(losses)  # tp ranks have the same
+    square, total, *source_losses = ctx.read(all_sum(torch.cat([share.view(1), losses]), ctx.world))
     grad_norm = math.sqrt(square)
 
     # 4. everybody saw the same numbers, so everybody skips or nobody
@@ -85,7 +104,27 @@ def train_step(model: Transformer, optimizer: Zero1, batches: Sequence[Batch], c
         optimizer.update(lr, clip_scale(grad_norm, clip))
     optimizer.zero_grad()
     pairs = tuple((x, int(n)) for x, n in zip(source_losses, source_tokens, strict=True))
-    return StepResult(total, grad_norm, int(valid_tokens), skipped, pairs)
+    return StepResult(total, grad_norm, int(valid_tokens), skipped, pairs, report)
+
+
+class Inputs:
+    """Micro-batches as tensors, each moved when it is first asked for."""
+
+    def __init__(self, batches: Sequence[Batch], ctx: ParallelContext):
+        self.batches, self.ctx = batches, ctx
+        self.moved: dict[int, tuple[Tensor, Tensor, Documents]] = {}
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, Documents]:
+        if number not in self.moved:
+            self.moved[number] = to_device(self.batches[number], self.ctx)
+        return self.moved[number]
+
+
+def transfer(model: Transformer, batch: Batch, ctx: ParallelContext, *, overlap: bool) -> Transfer:
+    """What carries activations of micro-batches of the shape of `batch` between this rank and its neighbours."""
+    weight = next(model.parameters())
+    tokens = len(batch.input_ids) // (ctx.tp.size if model.sequence_parallel else 1)
+    return Transfer(ctx.pp, (tokens, model.model.config.hidden_size), weight.dtype, ctx.device, overlap=overlap)
 
 
 class SourceLosses:

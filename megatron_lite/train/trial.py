@@ -6,16 +6,15 @@ Used by tools/check_equivalence.py and by the tests; trains with the same step, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.schema import Optimizer, Schedule
+from megatron_lite.config.schema import Optimizer, Parallel, Schedule
 from megatron_lite.data.batch import IGNORE, Batch
 from megatron_lite.models.init import initial_tensors
-from megatron_lite.models.transformer import Transformer, build, named_pieces
+from megatron_lite.models.transformer import Transformer, build_rank, named_pieces
 from megatron_lite.ops.select import default_ops
 from megatron_lite.optim.schedule import learning_rate
 from megatron_lite.optim.zero1 import Zero1
@@ -32,8 +31,7 @@ class Run:
     rows: int = 12  # of one step, over all ranks
     seq_len: int = 16
     micro_batch: int = 2
-    sequence_parallel: bool = False
-    recompute: Literal["none", "selective", "full"] = "none"
+    parallel: Parallel = field(default_factory=Parallel)  # but for the sizes of axes, which are the context's
     precision: torch.dtype = torch.float32
     masked: bool = False  # some labels ignored, a different number in each row
     documents: bool = False  # rows hold several documents that attention keeps apart
@@ -76,12 +74,10 @@ def make_batch(run: Run, numbers: list[int]) -> Batch:
 
 def step_batches(run: Run, ctx: ParallelContext, step: int) -> list[Batch]:
     """This rank's micro-batches of a step counted from 0."""
-    per_rank = run.rows // (run.micro_batch * ctx.data.size)
+    per_rank = run.rows // (run.micro_batch * ctx.dp.size)
     start = step * run.rows
     return [
-        make_batch(
-            run, [start + (m * ctx.data.size + ctx.data.rank) * run.micro_batch + b for b in range(run.micro_batch)]
-        )
+        make_batch(run, [start + (m * ctx.dp.size + ctx.dp.rank) * run.micro_batch + b for b in range(run.micro_batch)])
         for m in range(per_rank)
     ]
 
@@ -89,11 +85,11 @@ def step_batches(run: Run, ctx: ParallelContext, step: int) -> list[Batch]:
 def build_run(run: Run, ctx: ParallelContext, seed: int = 1) -> tuple[Transformer, Zero1]:
     """Model and optimizer with initial weights."""
     ops = default_ops(ctx.device.type, "bf16" if run.precision == torch.bfloat16 else "fp32")
-    model = build(
-        run.model, ctx.tp, ops, dtype=run.precision, sequence_parallel=run.sequence_parallel,
-        recompute_mode=run.recompute,
+    model = build_rank(run.model, ctx, ops, run.parallel, run.precision)
+    optimizer = Zero1(
+        model, named_pieces(model), ctx, run.optimizer, ops, bucket_elements=run.bucket_elements,
+        overlap_gradients=run.parallel.overlap_gradients, overlap_weights=run.parallel.overlap_weights,
     )  # fmt: skip
-    optimizer = Zero1(model, named_pieces(model), ctx, run.optimizer, ops, bucket_elements=run.bucket_elements)
     optimizer.fill(initial_tensors(run.model, seed))
     return model, optimizer
 
@@ -105,6 +101,7 @@ def train_built(run: Run, ctx: ParallelContext, model: Transformer, optimizer: Z
         train_step(
             model, optimizer, step_batches(run, ctx, step), ctx,
             lr=learning_rate(schedule, step + 1, run.steps), clip=run.optimizer.clip,
+            overlap=run.parallel.overlap_pipeline,
         )
         for step in range(run.steps)
     ]  # fmt: skip
@@ -114,6 +111,7 @@ def train(ctx: ParallelContext, run: Run) -> tuple[list[StepResult], dict[str, t
     """Results of every step, and this rank's weights by piece ("name start shape" -> values) at the end."""
     model, optimizer = build_run(run, ctx)
     results = train_built(run, ctx, model, optimizer)
+    optimizer.wait()
     weights = {
         f"{piece.name} {piece.start} {piece.shape}": bucket.base[piece.offset : piece.offset + piece.numel].clone()
         for bucket in optimizer.weights.buckets

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_lite.config.schema import Optimizer
+from megatron_lite.config.schema import Optimizer, Parallel
 from megatron_lite.parallel.grid import kv_replicas
 from tests.helpers.cover import Case, every, name, pairwise
 from tests.helpers.ranks import run_ranks
@@ -47,7 +47,8 @@ def compare(case: Case, steps: int) -> None:
     """The run of a case against the same one in one process, whole batches, nothing recomputed."""
     plain = Run(MODELS[case["model"]], steps=steps, masked=bool(case["masked"]), documents=bool(case["masked"]))
     changed = replace(
-        plain, micro_batch=case["mb"], sequence_parallel=bool(case["sp"]), recompute=case["recompute"],
+        plain, micro_batch=case["mb"],
+        parallel=Parallel(sequence_parallel=bool(case["sp"]), recompute=case["recompute"]),
         optimizer=Optimizer(zero=case["zero"]),
     )  # fmt: skip
     truth, _ = run_ranks(train, 1, replace(plain, micro_batch=12))[0]
@@ -88,11 +89,11 @@ def test_every_layout_equals_one_process(case: Case) -> None:
 @pytest.mark.parametrize("layout", ["one", "tp2-sp"])
 def test_recompute_is_neutral_to_the_bit(mode: str, layout: str) -> None:
     where = {"world": 1, "tp": 1} if layout == "one" else {"world": 2, "tp": 2}
-    run = Run(MODELS["qwen3-kv2-untied"], steps=3, sequence_parallel=layout != "one")
+    run = Run(MODELS["qwen3-kv2-untied"], steps=3, parallel=Parallel(sequence_parallel=layout != "one"))
     world = where.pop("world")
     for kept, redone in zip(
         run_ranks(train, world, run, **where),
-        run_ranks(train, world, replace(run, recompute=mode), **where),
+        run_ranks(train, world, replace(run, parallel=run.parallel.model_copy(update={"recompute": mode})), **where),
         strict=True,
     ):
         assert kept[0] == redone[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lite.config.schema import Optimizer
+from megatron_lite.config.schema import Optimizer, Parallel
 from megatron_lite.models.transformer import build
 from megatron_lite.ops.select import default_ops
 from megatron_lite.optim.zero1 import Zero1
@@ -42,7 +42,7 @@ def _issued(ctx: ParallelContext, run: Run) -> list[str]:
     with patch.object(comm, "reduce_scatter_start", recording):
         for i, batch in enumerate(batches):
             optimizer.expect(last=i == len(batches) - 1)
-            (model(*to_device(batch, ctx.device)) / 48).backward()
+            (model(*to_device(batch, ctx)) / 48).backward()
             events.append("end of backward")
         optimizer.reduce()
     assert [e for e in events if e.startswith("reduce")] == [f"reduce {s.bucket.name}" for s in optimizer.states]
@@ -82,7 +82,7 @@ def _hooks(ctx: ParallelContext) -> None:
         parameter.register_post_accumulate_grad_hook(note)
     for passes, batch in enumerate(step_batches(TIED, ctx, 0)[:3], start=1):
         optimizer.expect(last=False)
-        model(*to_device(batch, ctx.device)).backward()
+        model(*to_device(batch, ctx)).backward()
         assert fired == {name: passes for name, _ in model.named_parameters()}
         for name, value in complete.items():
             state, slot = states[name]
@@ -99,7 +99,7 @@ def _one_reduction(ctx: ParallelContext, overlap: bool) -> list[torch.Tensor]:
     batches = step_batches(BIASED, ctx, 0)
     for i, batch in enumerate(batches):
         optimizer.expect(last=overlap and i == len(batches) - 1)
-        model(*to_device(batch, ctx.device)).backward()
+        model(*to_device(batch, ctx)).backward()
     optimizer.reduce()
     return [state.grad[state.own].clone() for state in optimizer.states]
 
@@ -133,7 +133,7 @@ def _against_torch(ctx: ParallelContext, run: Run, steps: int) -> list[float]:
             dist.all_reduce(counts)
         total = torch.zeros(())
         for batch in batches:
-            loss = plain(*to_device(batch, ctx.device)) / counts
+            loss = plain(*to_device(batch, ctx)) / counts
             loss.backward()
             total += loss.detach()
         if ctx.world.size > 1:
@@ -179,7 +179,7 @@ def test_the_gradient_norm_is_global_and_the_same_on_every_rank(run):
     truth = run_ranks(_norm, 1, run)[0]
     for sequence_parallel in (False, True):
         changed = Run(run.model, rows=6, micro_batch=1, seq_len=8, masked=run.masked,
-                      sequence_parallel=sequence_parallel)  # fmt: skip
+                      parallel=Parallel(sequence_parallel=sequence_parallel))  # fmt: skip
         answers = run_ranks(_norm, 2, changed, tp=2)
         assert answers[0] == answers[1]
         assert answers[0] == pytest.approx(truth, rel=1e-5)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_lite.config.schema import Parallel
 from tests.golden.curves import RUNS, STEPS, TOLERANCE, as_curve, curve, largest_difference, machine, recorded, settings
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import train
@@ -38,6 +39,6 @@ def test_the_recorded_model_learns(name):
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("layout", ["dp2", "tp2-sp"])
 def test_other_layouts_follow_the_recorded_curve(name, layout):
-    run = RUNS[name] if layout == "dp2" else replace(RUNS[name], sequence_parallel=True)
+    run = RUNS[name] if layout == "dp2" else replace(RUNS[name], parallel=Parallel(sequence_parallel=True))
     for results, _ in run_ranks(train, 2, run, tp=1 if layout == "dp2" else 2):
         assert largest_difference(as_curve(results), recorded(name)) <= TOLERANCE

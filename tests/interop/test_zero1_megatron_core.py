@@ -81,7 +81,7 @@ def _train_theirs(ctx: ParallelContext, run: Run) -> tuple[list[float], dict[str
             optimizer.zero_grad()
             for batch in batches:
                 # They average over data-parallel ranks; the mean over the global batch is a sum.
-                (wrapped(*to_device(batch, ctx.device)) / tokens * ctx.data.size).backward()
+                (wrapped(*to_device(batch, ctx)) / tokens * ctx.data.size).backward()
             wrapped.finish_grad_sync()
             _, norm, _ = optimizer.step()
             norms.append(float(norm))

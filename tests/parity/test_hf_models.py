@@ -12,6 +12,7 @@ from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.model import read_model
 from megatron_lite.config.schema import Optimizer
 from megatron_lite.hf.convert import export_folder, import_folder
+from megatron_lite.hf.names import tensor_shapes
 from megatron_lite.models.generate import pack
 from megatron_lite.models.transformer import build, named_pieces
 from megatron_lite.ops.select import default_ops
@@ -28,7 +29,7 @@ def _load(ctx: ParallelContext, folder: Path) -> tuple[torch.nn.Module, Zero1]:
     config, ops = read_model(folder).config, default_ops()
     model = build(config, ctx.tp, ops, dtype=torch.float32)
     optimizer = Zero1(model, named_pieces(model), ctx, Optimizer(), ops, bucket_elements=10_000)
-    store.load(folder, optimizer.shards(), ("master",))
+    store.load(folder, optimizer.shards(), tensor_shapes(config), ("master",))
     optimizer.publish()
     return model, optimizer
 

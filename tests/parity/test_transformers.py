@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from megatron_lite.config.model import ModelConfig, RopeScaling
+from megatron_lite.config.schema import Parallel
 from megatron_lite.models.generate import generate, pack
 from megatron_lite.models.rope import attention_factor, inverse_frequencies
 from megatron_lite.ops.reference.pointwise import rms_norm
@@ -126,7 +127,7 @@ def _compare(ctx: ParallelContext, config: ModelConfig, file: Path) -> None:
     truth = torch.load(file)
     ids, labels = truth["ids"], truth["labels"].flatten()
     for sequence_parallel in (False, True) if ctx.tp.size > 1 else (False,):
-        model, optimizer = build_run(Run(config, sequence_parallel=sequence_parallel), ctx)
+        model, optimizer = build_run(Run(config, parallel=Parallel(sequence_parallel=sequence_parallel)), ctx)
         optimizer.fill(truth["tensors"].items())
         held = {piece.name for bucket in optimizer.weights.buckets for piece in bucket.pieces}
         assert held == set(truth["tensors"])

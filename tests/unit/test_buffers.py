@@ -44,7 +44,7 @@ def test_every_parameter_lies_in_one_bucket_of_its_class():
         placed = [slot.parameter for plan in plans for slot in plan.slots]
         assert sorted(placed) == sorted(kinds)
         for plan in plans:
-            assert all(kinds[slot.parameter] == (plan.decay, plan.replicated) for slot in plan.slots)
+            assert all(kinds[slot.parameter] == (plan.decay, plan.held) for slot in plan.slots)
             assert all(numels[slot.parameter] == slot.numel for slot in plan.slots)
 
 
@@ -64,8 +64,8 @@ def test_a_bucket_closes_when_it_reaches_the_limit():
         for plan in plans:
             # the slot that came last (the earliest parameter) is the one that reached it
             assert sum(slot.numel for slot in plan.slots[1:]) < limit
-        for kind in {(plan.decay, plan.replicated) for plan in plans}:
-            short = [p for p in plans if (p.decay, p.replicated) == kind and sum(s.numel for s in p.slots) < limit]
+        for kind in {(plan.decay, plan.held) for plan in plans}:
+            short = [p for p in plans if (p.decay, p.held) == kind and sum(s.numel for s in p.slots) < limit]
             assert len(short) <= 1  # what was left
 
 
