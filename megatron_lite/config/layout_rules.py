@@ -63,13 +63,45 @@ def tokens_divide_among_cp_and_tp(view: StageView) -> Found:
 
 
 def every_pp_rank_has_layers(view: StageView) -> Found:
-    """A pipeline rank without a block would wait forever."""
-    pp, layers = view.parallel.pp, view.model.num_hidden_layers
+    """A pipeline rank without a block, or a chunk without one, would wait forever."""
+    pp, virtual, layers = view.parallel.pp, view.parallel.virtual_stages, view.model.num_hidden_layers
     if pp > layers:
         yield view.says(
             f"{view.layout_where}: pp={pp} is above num_hidden_layers={layers}; use a pp of at most {layers}",
             *("parallel.pp", "model.num_hidden_layers"),
         )
+    elif pp * virtual > layers and pp > 1:
+        yield view.says(
+            f"{view.layout_where}: pp x virtual_stages = {pp} x {virtual} = {pp * virtual} is above "
+            f"num_hidden_layers={layers}; use virtual_stages of at most {layers // pp}",
+            *("parallel.pp", "parallel.virtual_stages", "model.num_hidden_layers"),
+        )
+
+
+def virtual_stages_belong_to_a_pipeline(view: StageView) -> Found:
+    """Several chunks on a rank shorten the bubble of a pipeline; micro-batches go through them pp at a time."""
+    p = view.parallel
+    if p.virtual_stages > 1 and p.pp == 1:
+        yield view.says(
+            f"{view.layout_where}: virtual_stages={p.virtual_stages} needs pp > 1; raise pp or remove it",
+            *("parallel.pp", "parallel.virtual_stages"),
+        )
+
+
+def micro_batches_divide_among_interleaved_ranks(view: StageView) -> Found:
+    """The interleaved schedule runs whole groups of pp micro-batches."""
+    p, stage = view.parallel, view.stage
+    if p.pp == 1 or p.virtual_stages == 1:
+        return
+    unit = stage.seq_len * stage.micro_batch * (view.dp or 1)  # tokens of one micro-batch on every data-parallel rank
+    for batch in stage.batch_sizes:
+        if batch % unit == 0 and batch // unit % p.pp:
+            yield view.says(
+                f"{view.where}: {batch // unit} micro-batches on each data-parallel rank are not divisible by "
+                f"pp={p.pp}, which virtual_stages={p.virtual_stages} needs; use batch_tokens that are a multiple of "
+                f"{unit * p.pp}, a smaller micro_batch, or virtual_stages = 1",
+                *("batch_tokens", "batch_ramp", "seq_len", "micro_batch", "parallel"),
+            )
 
 
 def experts_divide_among_ep(view: StageView) -> Found:
@@ -97,5 +129,7 @@ LAYOUT_RULES: tuple[Callable[[StageView], Found], ...] = (
     ffn_divides_among_tp,
     tokens_divide_among_cp_and_tp,
     every_pp_rank_has_layers,
+    virtual_stages_belong_to_a_pipeline,
+    micro_batches_divide_among_interleaved_ranks,
     experts_divide_among_ep,
 )

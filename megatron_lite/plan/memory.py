@@ -10,23 +10,14 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.schema import Optimizer, Parallel
-from megatron_lite.models.shapes import Shape, layer_shapes
+from megatron_lite.config.schema import Parallel
 from megatron_lite.parallel.chunks import chunk_tokens
+from megatron_lite.pipeline.schedule import live
+from megatron_lite.plan.division import Division, PipelineRank, live_blocks, rank_parameters, vocab_rows
+
+__all__ = ["Activations", "Memory", "activation_bytes", "rank_memory", "rank_parameters"]
 
 Recompute = Literal["none", "selective", "full"]
-
-
-class Parameters(NamedTuple):
-    """Elements of parameters one rank holds, vocabulary padding included; the fullest pipeline rank's."""
-
-    dense: int  # sharded over dp x cp by ZeRO-1
-    experts: int  # sharded over edp
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.dense + self.experts
 
 
 class Activations(NamedTuple):
@@ -48,7 +39,7 @@ class Memory(NamedTuple):
     gradients: int
     optimizer: int
     activations: int  # kept for backward
-    working: int  # what one block computes again, and as much as a whole block for its gradients
+    working: int  # what one block computes again, as much as a whole block for its gradients, messages of pp ranks
     logits: int  # the head: a chunk of logits, and the gradients that the loss leaves behind
 
     @property
@@ -57,31 +48,9 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def rank_parameters(model: ModelConfig, parallel: Parallel) -> Parameters:
-    """Parameters of the fullest rank. KV heads fewer than tp are held by several ranks, experts are never cut."""
-    dense = experts = 0
-    for name, shape in layer_shapes(model, model.layers[0]).items():
-        if ".experts." in name:
-            experts += shape.numel
-        else:
-            dense += _on_rank(name, shape, model, parallel.tp)
-    layers = -(-model.num_hidden_layers // parallel.pp)
-    vocabulary = model.padded_vocab_size(parallel.tp) // parallel.tp * model.hidden_size
-    matrices = 1 if model.tie_word_embeddings or parallel.pp > 1 else 2  # of a pipeline rank at an end
-    final_norm = model.hidden_size * (2 if model.norm == "layernorm" else 1)
-    return Parameters(layers * dense + matrices * vocabulary + final_norm, layers * experts // parallel.ep)
-
-
-def _on_rank(name: str, shape: Shape, model: ModelConfig, tp: int) -> int:
-    """Elements of one parameter of a block on a rank."""
-    cut_biases = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-    if shape.kind in ("norm", "norm_bias", "qk_norm", "router"):
-        return shape.numel
-    if shape.kind == "bias" and not any(part in name for part in cut_biases):
-        return shape.numel
-    if "k_proj" in name or "v_proj" in name:
-        return shape.numel // min(tp, model.num_key_value_heads)
-    return shape.numel // tp
+def cp_method(parallel: Parallel) -> Literal["gather", "ring", "heads"]:
+    """How context-parallel ranks share keys and values."""
+    return "gather" if parallel.cp_attention == "auto" else parallel.cp_attention
 
 
 def activation_bytes(
@@ -89,6 +58,8 @@ def activation_bytes(
     tokens: int,
     *,
     tp: int = 1,
+    cp: int = 1,
+    cp_attention: Literal["gather", "ring", "heads"] = "gather",
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
     bytes_per_element: int = 2,
@@ -110,6 +81,9 @@ def activation_bytes(
     statistics = fp32 if model.norm == "rmsnorm" else 2 * size
     rotary = T * model.rotary_dim  # elements of cos and sin, half the dims each
     cast = size < fp32 and recompute == "none"  # every use has its own cast and keeps that; else all share the tables
+    # What attention keeps besides this rank's own: keys and values of whole rows; nothing, since ring blocks pass
+    # through; or values and output of its heads in whole rows, kv heads copied when they are fewer than cp.
+    others = {"gather": 2 * g * cp, "ring": 0, "heads": max(g, cp) + n}
     everything: tuple[Recompute, ...] = ("none", "selective", "full")
     unless_full: tuple[Recompute, ...] = ("none", "selective")
     # what, bytes per block, kept when recompute is one of
@@ -121,6 +95,7 @@ def activation_bytes(
         ("q, k norm statistics", T * (n + g) * fp32 if model.qk_norm else 0, ("none",)),
         ("cos, sin as q and k used them", 2 * rotary * size if cast else 0, ("none",)),
         ("rotated q, k", T * (n + g) * H * size, ("none",)),
+        ("exchanged q, k, v", 0 if cp == 1 else T * others[cp_attention] * H * size, ("none",)),
         ("attention log-sum-exp", T * n * fp32, ("none",)),
         ("attention output", T * n * H * size, unless_full),
         ("second norm input", t * D * size, unless_full),
@@ -143,45 +118,40 @@ def activation_bytes(
     )
 
 
-def rank_memory(
-    model: ModelConfig,
-    parallel: Parallel,
-    optimizer: Optimizer,
-    *,
-    tokens: int,
-    micro_batches: int,
-    data_ranks: int,
-    expert_data_ranks: int,
-    precision: Literal["bf16", "fp32"],
-) -> Memory:
-    """Bytes on the fullest rank with `micro_batches` of `tokens` tokens in a step; data_ranks = dp x cp."""
-    size = 2 if precision == "bf16" else 4
-    parameters = rank_parameters(model, parallel)
-    layers = -(-model.num_hidden_layers // parallel.pp)
+def rank_memory(model: ModelConfig, parallel: Parallel, division: Division, at: PipelineRank, *, zero: int) -> Memory:
+    """Bytes on one rank in a step."""
+    size, tokens, held = division.bytes_per_element, division.tokens, at.parameters
     saved = partial(
         activation_bytes,
         model,
         tokens,
         tp=parallel.tp,
+        cp=parallel.cp,
+        cp_attention=cp_method(parallel),
         sequence_parallel=parallel.sequence_parallel,
         bytes_per_element=size,
+        layers=1,
     )
-    kept = saved(recompute=parallel.recompute, layers=layers)
-    block = sum(saved(recompute="none", layers=1).blocks.values())
-    kept_of_block = sum(kept.blocks.values()) // layers
+    kept = saved(recompute=parallel.recompute)
+    block, kept_of_block = sum(saved(recompute="none").blocks.values()), sum(kept.blocks.values())
     # fp32 weights are their own master; AdamW adds two moments.
-    state = 8 if precision == "fp32" else 12
-    shares = (data_ranks, expert_data_ranks) if optimizer.zero else (1, 1)
-    head = kept.ends["gradient of the head"] + kept.ends["gradient of the head's input"]
-    vocab_rows = model.padded_vocab_size(parallel.tp) // parallel.tp
+    state = 8 if size == 4 else 12
+    shares = (division.data_ranks, division.expert_data_ranks) if zero else (1, 1)
+    head = ("gradient of the head", "gradient of the head's input")
+    final_norm = sum(number for what, number in kept.ends.items() if what not in (*head, "cos, sin"))
+    rows = vocab_rows(model, parallel.tp)
     # logits in the run's type and in fp32, which become their gradient, and that in the run's type
-    chunk = chunk_tokens(tokens, model.hidden_size, vocab_rows) * vocab_rows * (4 + 2 * size)
-    in_flight = min(parallel.pp, micro_batches)  # forwards that the first pipeline rank runs before a backward
+    chunk = chunk_tokens(tokens, model.hidden_size, rows) * rows * (4 + 2 * size)
+    forwards = live(parallel.pp, at.rank, len(at.chunks), division.micro_batches)  # whose backward is still to come
+    message = tokens // (parallel.tp if parallel.sequence_parallel else 1) * model.hidden_size * size
     return Memory(
-        weights=parameters.total * size,
-        gradients=parameters.total * 4,
-        optimizer=state * (-(-parameters.dense // shares[0]) + -(-parameters.experts // shares[1])),
-        activations=(kept.total - head) * in_flight,
-        working=2 * block - kept_of_block,
-        logits=head + chunk,
+        weights=held.total * size,
+        gradients=held.total * 4,
+        optimizer=state * (-(-held.dense // shares[0]) + -(-held.experts // shares[1])),
+        activations=live_blocks(parallel.pp, at, division.micro_batches) * kept_of_block
+        + forwards * kept.ends["cos, sin"]
+        + (final_norm if at.last else 0),  # its backward is next
+        # one message each way arriving, one each way leaving
+        working=2 * block - kept_of_block + (4 * message if parallel.pp > 1 else 0),
+        logits=sum(kept.ends[what] for what in head) + chunk if at.last else 0,
     )

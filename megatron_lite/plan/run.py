@@ -11,13 +11,18 @@ from megatron_lite.config.stages import for_stage
 from megatron_lite.errors import ConfigError
 from megatron_lite.models.shapes import num_active_parameters, num_non_embedding_parameters, num_parameters
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.pipeline.schedule import bubble, live
+from megatron_lite.plan.devices import DEVICES
+from megatron_lite.plan.division import PipelineRank, divide, kinds, pipeline_ranks
 from megatron_lite.plan.flops import Flops, flops_per_token
-from megatron_lite.plan.memory import Memory, activation_bytes, rank_memory, rank_parameters
-from megatron_lite.plan.traffic import bytes_per_step
+from megatron_lite.plan.memory import Memory, activation_bytes, rank_memory
+from megatron_lite.plan.speed import StepTime, step_time
+from megatron_lite.plan.traffic import Flow, flows, most
 
 __all__ = ["StagePlan", "activation_bytes", "describe", "flops_per_token", "plan_stage"]
 
 DEVICE, PEAK_FLOPS, MFU = "A100", 312e12, 0.40  # the stated assumption of the days; bf16 without sparsity
+ESTIMATED = "A100-40"  # whose step time is estimated; tools/plan_layout.py asks for others
 GB, MB = 1e9, 1e6
 
 
@@ -30,8 +35,16 @@ class StagePlan:
     grid: Grid
     flops: Flops  # of one token
     micro_batches: int  # of each data-parallel rank in one step
-    memory: Memory  # of the fullest rank
-    traffic: dict[str, int]  # bytes each rank sends in one step
+    ranks: tuple[PipelineRank, ...]  # what each pp rank holds
+    fullest: int  # pp rank that needs most memory
+    memory: Memory  # of that one
+    flows: tuple[Flow, ...]  # the most that any rank sends in one step
+    time: StepTime  # of a step on ESTIMATED
+
+    @property
+    def traffic(self) -> dict[str, int]:
+        """What goes over which axis -> bytes a rank sends in one step."""
+        return {flow.name: flow.sent for flow in self.flows}
 
     @property
     def tokens(self) -> int:
@@ -54,28 +67,24 @@ def plan_stage(recipe: Recipe, index: int, world_size: int) -> StagePlan:
     merged = for_stage(recipe, index)
     stage, model, parallel = merged.stages[index], merged.model, merged.parallel
     grid = Grid(world_size, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep)
-    micro_batches = stage.rows_per_step // (stage.micro_batch * grid.dp)
-    sizes = {
-        "tokens": stage.micro_batch * stage.seq_len // parallel.cp,
-        "micro_batches": micro_batches,
-        "data_ranks": grid.dp * parallel.cp,
-        "expert_data_ranks": grid.dp * parallel.cp * parallel.tp // parallel.ep,
-    }
+    division = divide(stage, parallel, grid, 2 if recipe.precision == "bf16" else 4)
+    zero, ranks = merged.optimizer.zero, pipeline_ranks(model, parallel)
+    needs = {at.rank: rank_memory(model, parallel, division, at, zero=zero) for at, _ in kinds(ranks)}
+    fullest = max(needs, key=lambda rank: needs[rank].total)
     return StagePlan(
         stage=stage,
         recipe=merged,
         grid=grid,
         flops=flops_per_token(model, stage.seq_len),
-        micro_batches=micro_batches,
-        memory=rank_memory(model, parallel, merged.optimizer, precision=recipe.precision, **sizes),
-        traffic=bytes_per_step(
-            model,
-            parallel,
-            zero=merged.optimizer.zero,
-            bytes_per_element=2 if recipe.precision == "bf16" else 4,
-            **sizes,
+        micro_batches=division.micro_batches,
+        ranks=ranks,
+        fullest=fullest,
+        memory=needs[fullest],
+        flows=tuple(most(flows(model, parallel, division, at, zero=zero) for at, _ in kinds(ranks))),
+        time=step_time(
+            model, parallel, division, ranks, grid, DEVICES[ESTIMATED], seq_len=stage.seq_len, zero=zero
         ),
-    )
+    )  # fmt: skip
 
 
 def describe(recipe: Recipe, stages: Sequence[int], world_size: int) -> str:
@@ -104,7 +113,8 @@ def describe(recipe: Recipe, stages: Sequence[int], world_size: int) -> str:
     lines += [
         "",
         f"1 GB = 10^9 bytes. Days assume {DEVICE} ({PEAK_FLOPS / 1e12:.0f} TFLOP/s in bf16) at {MFU:.0%} MFU "
-        "in the full attention convention, without interruptions.",
+        "in the full attention convention, without interruptions. How step time is estimated: "
+        "megatron_lite/plan/speed.py.",
     ]
     return "\n".join(lines)
 
@@ -126,8 +136,8 @@ def _stage(index: int, plan: StagePlan) -> list[str]:
     layout += "".join(f" x {name} {size}" for name, size in (("pp", parallel.pp), ("cp", parallel.cp)) if size > 1)
     layout += f", ep {parallel.ep}" if parallel.ep > 1 else ""
     layout += ", sequence parallel" if parallel.sequence_parallel else ""
-    per_rank = rank_parameters(plan.recipe.model, parallel).total
-    split = "" if parallel.pp == 1 else " (fullest pipeline rank)"
+    per_rank = plan.ranks[plan.fullest].parameters.total
+    split = "" if parallel.pp == 1 else f" (pp rank {plan.fullest}, the fullest)"
     lines = [
         f"stage {index + 1}, {stage.name}: {grid.world:,} ranks ({layout}), recompute {parallel.recompute}, "
         f"{plan.recipe.precision}, ZeRO {plan.recipe.optimizer.zero}",
@@ -138,7 +148,8 @@ def _stage(index: int, plan: StagePlan) -> list[str]:
         _row("micro-batches", f"{plan.micro_batches:,} of {stage.micro_batch:,} rows on each rank"),
         _row("FLOPs per token", f"{plan.flops.full:.6e} full attention, {plan.flops.causal:.6e} causal half"),
         _row("parameters per rank", f"{per_rank:,}{split}"),
-        "  bytes per rank",
+        *_pipeline(plan),
+        f"  bytes per rank{split}",
     ]
     weights = "bf16" if plan.recipe.precision == "bf16" else "fp32, their own master"
     explained = {
@@ -151,9 +162,30 @@ def _stage(index: int, plan: StagePlan) -> list[str]:
         "logits": "a chunk of them, gradients of the head",
     }
     lines += [_row(f"  {kind}", f"{_gb(getattr(memory, kind))}  {what}") for kind, what in explained.items()]
-    lines += [_row("  total", _gb(memory.total)), "  bytes each rank sends per step"]
-    lines += [_row(f"  {what}", _gb(size)) for what, size in plan.traffic.items()] or [_row("  none", _gb(0))]
+    lines += [_row("  total", _gb(memory.total)), "  bytes each rank sends per step, and the least it could"]
+    lines += [_row(f"  {flow.name}", f"{_gb(flow.sent)}  {_gb(flow.least).strip()}") for flow in plan.flows]
+    lines += [] if plan.flows else [_row("  none", _gb(0))]
+    speed = plan.stage.batch_tokens / plan.time.total
+    mfu = speed * plan.flops.full / (grid.world * DEVICES[ESTIMATED].peak)
+    lines += [
+        _row("seconds per step, estimated", f"{plan.time.total:,.3g} on {ESTIMATED}, waiting {plan.time.waiting:.1%}"),
+        _row("tokens per second and rank", f"{speed / grid.world:,.0f} estimated, {mfu:.1%} MFU"),
+    ]
     return [*lines, _row("days", _days(plan.days))]
+
+
+def _pipeline(plan: StagePlan) -> list[str]:
+    """What each pp rank holds, and how long it waits."""
+    pp, virtual = plan.recipe.parallel.pp, plan.recipe.parallel.virtual_stages
+    if pp == 1:
+        return []
+    alive = [live(pp, rank, virtual, plan.micro_batches) for rank in range(pp)]
+    chunks = "" if virtual == 1 else f", each in one of {virtual} chunks"
+    return [
+        _row("blocks of each pp rank", ", ".join("+".join(map(str, at.chunks)) for at in plan.ranks)),
+        _row("bubble", f"{bubble(pp, virtual, plan.micro_batches):.1%} of a step"),
+        _row("most live micro-batches of each pp rank", f"{', '.join(map(str, alive))}{chunks}"),
+    ]
 
 
 def _until(plan: StagePlan) -> str:

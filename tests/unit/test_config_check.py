@@ -161,6 +161,17 @@ CASES = [
         ["1 x 63 = 63 tokens", "cp x tp = 2", "sequence_parallel"],
     ),
     ("every_pp_rank_has_layers", ["parallel.pp=5"], ["pp=5 is above num_hidden_layers=4"]),
+    (
+        "every_pp_rank_has_layers",
+        ["parallel={pp=2, virtual_stages=3}"],
+        ["pp x virtual_stages = 2 x 3 = 6 is above num_hidden_layers=4", "virtual_stages of at most 2"],
+    ),
+    ("virtual_stages_belong_to_a_pipeline", ["parallel.virtual_stages=2"], ["virtual_stages=2 needs pp > 1"]),
+    (
+        "micro_batches_divide_among_interleaved_ranks",
+        ["parallel={pp=2, virtual_stages=2}"],
+        ["stages.1 (long): 3 micro-batches", "not divisible by pp=2", "a multiple of 1008"],
+    ),
     ("experts_divide_among_ep", ["parallel.ep=2"], ["num_experts=0 cannot be divided among ep=2"]),
     (
         "experts_divide_among_ep",

@@ -119,7 +119,7 @@ def test_what_is_not_built_yet_is_planned_and_said():
     report = describe(recipe, [0], 64)
     assert _row(report, "active per token") == "22,190,763,520"
     assert "dp 8 x tp 4 x pp 2, ep 8, sequence parallel" in report
-    for what in ("pipeline parallelism", "expert parallelism", "a mixture of experts"):
+    for what in ("expert parallelism", "a mixture of experts"):
         assert f"{what} (" in report
     assert "not trained yet" in report
 
@@ -194,3 +194,12 @@ print(describe(load.load_recipe(Path({str(QWEN3)!r})), [0, 1, 2], 256))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert _row(done.stdout, "parameters") == "1,720,574,976"
+
+
+@pytest.mark.req("G04")
+def test_a_pipeline_rank_without_blocks_is_refused_at_once():
+    command = [sys.executable, "pretrain.py", "--stage", "1", "--set", "model.num_hidden_layers=1"]
+    command += ["--set", "parallel.pp=2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=15, check=False)
+    assert done.returncode != 0
+    assert "pp=2 is above num_hidden_layers=1; use a pp of at most 1" in done.stderr
