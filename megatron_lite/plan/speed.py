@@ -10,8 +10,8 @@ One micro-batch on pp rank r, forward and backward:
 
 The step of m micro-batches, v chunks on each of pp ranks, is that of the rank for which this is largest:
 
-  m t_r + m messages + sum of t_q of all other pp ranks q / v      (the last is the bubble)
-    + 2 (pp - 1) messages on the way in and out
+  m t_r + sum of t_q of all other pp ranks q / v      (the bubble)
+    + messages of m - 1 micro-batches + 2 (pp - 1) messages on the way in and out
     + reduce-scatter beyond the last backward + all-gather beyond the next forward + optimizer
 
 With equal ranks the bubble is the share (pp - 1) / (pp - 1 + m v) that pipeline/schedule.py states. A message costs
@@ -168,7 +168,8 @@ def _of_rank(model: ModelConfig, parallel: Parallel, division: Division, at: Pip
         if flow.axis == "pp":
             task = one.computing / (2 * chunks) if flow.behind == "task" else 0.0
             each = seconds / flow.calls
-            messages = flow.calls * (each - device.hidden * min(each, task)) + 2 * (parallel.pp - 1) * each
+            steady = flow.calls * (m - 1) / m  # those of one micro-batch are on the way in and out
+            messages = steady * (each - device.hidden * min(each, task)) + 2 * (parallel.pp - 1) * each
         elif flow.axis in ("dp", "edp", "ends"):
             beside = {"last backward": 1 - one.forward, "next forward": one.forward}.get(
                 flow.behind, 0.0
