@@ -78,8 +78,8 @@ def report(layouts: Sequence[Layout], rejected: Sequence[Rejected], top: int) ->
         yield (
             f"{speed:>10,.0f} {speed / layout.grid.world:>9,.0f} {layout.mfu[0]:>8.1%} {layout.mfu[1]:>6.1%} "
             f"{layout.time.total:>7.3g} {layout.memory.total / 1e9:>6,.1f} GB {layout.bubble:>7.1%} "
-            f"{layout.time.waiting:>8.1%} {layout.grid.dp:>5} {p.tp:>3} {p.pp:>3} {p.virtual_stages:>7} {p.cp:>3} {p.ep:>3} "
-            f"{layout.micro_batch:>11} {p.recompute}{together}"
+            f"{layout.time.waiting:>8.1%} {layout.grid.dp:>5} {p.tp:>3} {p.pp:>3} {p.virtual_stages:>7} {p.cp:>3} "
+            f"{p.ep:>3} {layout.micro_batch:>11} {p.recompute}{together}"
         )
 
 
