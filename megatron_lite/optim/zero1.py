@@ -74,11 +74,11 @@ class Zero1:
         self.weights = FlatWeights(
             model, table, ctx.device, bucket_elements=bucket_elements, multiple=ctx.data.size * ALIGN
         )
-        buckets = sorted(self.weights.buckets, key=lambda bucket: bucket.held == "ends")
-        self.states = [self._state(bucket) for bucket in buckets]  # in the order their reductions start
-        self._early = sum(bucket.held != "ends" for bucket in buckets)  # so many may start during a backward
+        self.states = [self._state(bucket) for bucket in self.weights.buckets]
+        self._early = [state for state in self.states if state.bucket.held != "ends"]  # reduced during the backward
+        self._late = [state for state in self.states if state.bucket.held == "ends"]
         self._last = False
-        self._next = 0  # bucket whose reduction starts next
+        self._next = 0  # of _early: whose reduction starts next
         self._running: list[dist.Work] = []
         owners = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "sink")}
         for state in self.states:
@@ -129,12 +129,12 @@ class Zero1:
             parameter.grad = None
         if self._last and self.overlap_gradients:
             state.pending -= 1
-            while self._next < self._early and self.states[self._next].pending == 0:
-                self._start_reduction(self.states[self._next])
+            while self._next < len(self._early) and self._early[self._next].pending == 0:
+                self._next += 1
+                self._start_reduction(self._early[self._next - 1])
 
     @torch.no_grad()
     def _start_reduction(self, state: _State) -> None:
-        self._next += 1
         for span, axis in state.partial_sums:
             comm.all_sum(state.grad[span], axis)
         if self.ctx.data.size > 1:
@@ -148,8 +148,8 @@ class Zero1:
     def reduce(self) -> Tensor:
         """Finish all reductions. Returns this rank's share of the squared gradient norm (fp64 scalar): the sum over
         the world is the exact square, since every element is counted by one rank."""
-        while self._next < len(self.states):
-            self._start_reduction(self.states[self._next])
+        for state in (*self._early[self._next :], *self._late):
+            self._start_reduction(state)
         for work in self._running:
             work.wait()
         self._running.clear()

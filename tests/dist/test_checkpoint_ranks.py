@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.store import latest, load, read_tensors, save
+from megatron_lite.checkpoint.store import latest, read_tensors, save
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.shard import FlatShard, Piece
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shards import KINDS, expected, make_shards, whole_tensor
+from tests.helpers.shards import KINDS, expected, load, make_shards, whole_tensor
 
 
 def _mine(ctx, filled=True):

@@ -194,6 +194,7 @@ def _drifts(ctx: ParallelContext, recipe: Recipe) -> str:
 
     def update(self: Zero1, *args: float) -> None:
         plain(self, *args)
+        self.wait()
         if next(done) == 3 and ctx.world.rank == 1:
             with torch.no_grad():
                 self.weights.parameters["model.norm.weight"].add_(1e-3)

@@ -150,6 +150,7 @@ def _against_torch(ctx: ParallelContext, run: Run, steps: int) -> list[float]:
         assert result.loss == pytest.approx(total.item(), rel=2e-6)
         assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
         norms.append(result.grad_norm)
+        optimizer.wait()
         for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
     return norms
@@ -217,7 +218,7 @@ def test_writing_weights_between_forward_and_backward_raises(weights, precision)
     model, optimizer = build_run(run, single_process())
     (batch, *_) = step_batches(run, single_process(), 0)
     optimizer.expect(last=True)
-    loss = model(*to_device(batch, torch.device("cpu")))
+    loss = model(*to_device(batch, single_process()))
     if weights == "update":
         optimizer.update(lr=1e-3)
     elif weights == "publish":
@@ -255,6 +256,7 @@ def _masters(ctx: ParallelContext) -> list[tuple[torch.Tensor, torch.Tensor]]:
     model, optimizer = build_run(run, ctx)
     for step in range(3):
         train_step(model, optimizer, step_batches(run, ctx, step), ctx, lr=1e-3, clip=1.0)
+    optimizer.wait()
     assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     return [(state.master, state.bucket.base) for state in optimizer.states]
 

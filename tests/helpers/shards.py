@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
+from megatron_lite.checkpoint import store
 from megatron_lite.parallel.context import Axis
 from megatron_lite.parallel.shard import FlatShard, Piece
 
@@ -30,6 +32,12 @@ def whole_tensor(name: str, kind: str) -> np.ndarray:
     """The values of a tensor; every element of the model differs from every other, nearly."""
     rng = np.random.default_rng(zlib.crc32(f"{name}.{kind}".encode()))
     return rng.standard_normal(SHAPES[name]).astype(np.float32)
+
+
+def load(folder: Path, shards: list[FlatShard], kinds: tuple[str, ...] = KINDS) -> None:
+    """store.load of a model that has the tensors of these shards and no others."""
+    shapes = {piece.name: piece.whole for shard in shards for piece in shard.pieces}
+    store.load(folder, shards, shapes, kinds)
 
 
 def _rows(name: str, first: int, stop: int, copies: int = 1, copy: int = 0) -> Piece | None:
@@ -109,4 +117,6 @@ def lone_rank(tp: int = 1, tp_rank: int = 0, dp: int = 1, dp_rank: int = 0) -> A
         cp=one,
         dp=Axis("dp", dp_rank, dp),
         data=Axis("data", dp_rank, dp),
+        kv=one,
+        ends=one,
     )

@@ -23,7 +23,7 @@ SEQ_LEN = 53
 
 def _model(config, backend: str) -> tuple[Transformer, Zero1]:
     model, optimizer = build_run(Run(config), single_process())
-    for block in model.model.layers:
+    for block in model.model.layers.values():
         block.self_attn.attention = select.build(select.resolve({"attention": backend}, "cpu", "fp32")).attention
     return model, optimizer
 
@@ -34,7 +34,7 @@ def _train(config, backend: str, batches: list[Batch]) -> tuple[float, list[torc
     valid, total = sum(batch.valid_tokens for batch in batches), 0.0
     for i, batch in enumerate(batches):
         optimizer.expect(last=i == len(batches) - 1)
-        loss = model(*to_device(batch, torch.device("cpu"))) / valid
+        loss = model(*to_device(batch, single_process())) / valid
         loss.backward()
         total += loss.item()
     optimizer.reduce()

@@ -16,10 +16,10 @@ import torch
 
 from megatron_lite.checkpoint.files import BLOCK
 from megatron_lite.checkpoint.manifest import NAME, read_manifest
-from megatron_lite.checkpoint.store import latest, load, read_meta, read_tensors, save, verify
+from megatron_lite.checkpoint.store import latest, read_meta, read_tensors, save, verify
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.shard import FlatShard, Piece
-from tests.helpers.shards import KINDS, SHAPES, expected, lone_rank, make_shards, whole_tensor
+from tests.helpers.shards import KINDS, SHAPES, expected, load, lone_rank, make_shards, whole_tensor
 
 META = {"state": {"step": 10, "consumed_samples": 2**40 + 1}, "text": 'a = "b"\n'}
 

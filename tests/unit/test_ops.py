@@ -147,7 +147,7 @@ def test_a_backend_takes_borders_and_no_mask_beside_them(backend):
 @pytest.mark.parametrize("config", [stablelm(), qwen3()], ids=lambda c: c.model_type)
 def test_a_document_does_not_see_the_one_before_it(config, backend):
     model, _ = build_run(Run(config), single_process())
-    for block in model.model.layers:
+    for block in model.model.layers.values():
         block.self_attn.attention = select.build(select.resolve({"attention": backend}, "cpu", "fp32")).attention
     first, second = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8]
     ids = torch.tensor([*first, *second])
@@ -236,4 +236,4 @@ def test_a_backend_that_cannot_run_is_refused_with_a_list_of_those_that_can():
 def test_the_model_calls_the_chosen_backend():
     ops = select.build(select.resolve({"attention": "naive"}, "cpu", "fp32"))
     model = build(qwen3(), single_process().tp, ops, dtype=torch.float32)
-    assert all(block.self_attn.attention is attention.naive for block in model.model.layers)
+    assert all(block.self_attn.attention is attention.naive for block in model.model.layers.values())
