@@ -93,9 +93,10 @@ class Transformer(nn.Module):
             return x_tD
         return linear_cross_entropy(self.enter_head(x_tD, self.tp), self.head, labels_T, self.ops, losses_T=losses)
 
-    def logits(self, ids_T: Tensor, doc: Documents, at: Tensor | None = None) -> Tensor:
-        """Logits of every id of the vocabulary at every token, or at those numbered `at`."""
-        x_TD = self.enter_head(self.model(ids_T, doc, self.chunks[0]), self.tp)
+    def logits(self, ids_T: Tensor, doc: Documents, at: Tensor | None = None, *,
+               chunk: int = 0, x: Tensor | None = None) -> Tensor:  # fmt: skip
+        """Logits of every id of the vocabulary at every token, or at those numbered `at`; `chunk` is the last one."""
+        x_TD = self.enter_head(self.model(ids_T, doc, self.chunks[chunk], x), self.tp)
         return logits(x_TD if at is None else x_TD[at], self.head)
 
 

@@ -16,8 +16,10 @@ def log_line(
     mfu: float | None,
     memory_bytes: int,
     time_left_s: float,
+    waited: float | None = None,
 ) -> str:
-    """One step in one readable line of aligned columns; `tokens` over all stages, `mfu` 0 to 1 or None."""
+    """One step in one readable line of aligned columns; `tokens` over all stages, `mfu` 0 to 1 or None, `waited` the
+    share of the step in which pipeline ranks waited for one another."""
     width = len(str(num_steps))
     utilisation = "n/a" if mfu is None else f"{100 * mfu:.1f}%"
     return " | ".join(
@@ -31,6 +33,7 @@ def log_line(
             f"{short(tokens_per_second):>6} tokens/s",
             f"MFU {utilisation}",
             f"{memory_bytes / 2**30:.2f} GiB",
+            *([] if waited is None else [f"waited {waited:.1%}"]),
             f"{duration(time_left_s)} left",
         ]
     )

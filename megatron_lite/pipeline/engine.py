@@ -48,9 +48,7 @@ def run(ticks: Sequence[Tick], forward: Forward, before_backward: Callable[[Task
 
 def _forward(task: Task, forward: Forward, transfer: Transfer,
              kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]]) -> Tensor:  # fmt: skip
-    x = transfer.take(task)
-    if x is not None:
-        x.requires_grad_(torch.is_grad_enabled())
+    x = transfer.take(task).requires_grad_(torch.is_grad_enabled()) if transfer.holds(task) else None
     out = forward(task, x)
     if out.requires_grad:
         kept[task.micro_batch, task.chunk] = (x, get_gradient_edge(out))
@@ -60,5 +58,5 @@ def _forward(task: Task, forward: Forward, transfer: Transfer,
 def _backward(task: Task, transfer: Transfer,
               kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]]) -> Tensor | None:  # fmt: skip
     x, edge = kept.pop((task.micro_batch, task.chunk))
-    torch.autograd.backward([edge], [transfer.take(task)])
+    torch.autograd.backward([edge], [transfer.take(task) if transfer.holds(task) else None])
     return None if x is None else x.grad

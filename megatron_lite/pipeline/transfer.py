@@ -23,7 +23,7 @@ class Transfer:
     def __init__(self, pp: Axis, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, *, overlap: bool):
         self.pp, self.overlap, self.waited = pp, overlap, 0.0
         self._shape, self._dtype, self._device = shape, dtype, device
-        self._arriving: dict[Task, tuple[Tensor, dist.Work]] = {}
+        self._arriving: dict[Task, tuple[Tensor, dist.Work | None]] = {}  # None: it is here
         self._leaving: deque[tuple[Tensor, dist.Work]] = deque()
 
     def exchange(self, tick: Tick, result: Tensor | None) -> None:
@@ -44,20 +44,23 @@ class Transfer:
             self._leaving.append((result, works[0]))
         for message, box, work in zip(tick.receive, boxes, works[-len(boxes) :], strict=False):
             self._arriving[message.task] = (box, work)
+            if not self.overlap:
+                self._arriving[message.task] = (self.take(message.task), None)
         while self._leaving and self._leaving[0][1].is_completed():
             self._leaving.popleft()
         if not self.overlap:
-            for _, work in self._arriving.values():
-                self._wait(work)
             self.finish()
 
-    def take(self, task: Task) -> Tensor | None:
-        """What was sent for this task; None if nothing was."""
-        if task not in self._arriving:
-            return None
+    def take(self, task: Task) -> Tensor:
+        """What was sent for this task."""
         box, work = self._arriving.pop(task)
-        self._wait(work)
+        if work is not None:
+            self._wait(work)
         return box
+
+    def holds(self, task: Task) -> bool:
+        """Whether anything was sent for this task."""
+        return task in self._arriving
 
     def finish(self) -> None:
         """Wait until everything sent has left."""

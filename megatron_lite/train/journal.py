@@ -12,6 +12,7 @@ from megatron_lite.monitor.environment import write_environment
 from megatron_lite.monitor.log import log_line, short
 from megatron_lite.monitor.metrics import MetricsFile, mfu, peak_flops, peak_memory_bytes
 from megatron_lite.monitor.sinks import Sinks
+from megatron_lite.pipeline.schedule import bubble, live
 from megatron_lite.plan.flops import flops_per_token
 from megatron_lite.train.stage import StageRun
 from megatron_lite.train.step import StepResult
@@ -64,6 +65,14 @@ class Journal:
         meant = run.recipe.parallel.world_size
         if meant is not None and meant != ctx.world.size:
             self.say(f"  the recipe is meant for {meant} ranks, this is {ctx.world.size}")
+        if ctx.pp.size > 1:
+            counts = (
+                ctx.pp.size,
+                len(run.model.chunks),
+                run.stage.rows_per_step // (run.stage.micro_batch * ctx.dp.size),
+            )
+            self.say(f"  pipeline of {counts[0]} ranks with {counts[1]} x {counts[2]} forwards each: they wait "
+                     f"{bubble(*counts):.1%} of a step, at most {live(counts[0], 0, *counts[1:])} forwards are alive")  # fmt: skip
         self.say("  kernels: " + ", ".join(f"{op} {backend}" for op, backend in run.kernels.items()))
         self.say("  no weight decay on " + _summary(run.optimizer.undecayed()))
         for line in run.rows.describe(run.stage.rows_after(run.stage.num_steps)):
@@ -105,6 +114,8 @@ class Journal:
                 if tokens
             },
         }
+        if run.ctx.pp.size > 1:
+            entry["pipeline"] = {"waited": result.waited_s / seconds, "live": result.live}
         self.metrics.write(entry)
         if self.samples is not None:
             self.samples.write({"step": state.step, "samples": self._samples()})
@@ -115,6 +126,7 @@ class Journal:
                 step=state.step, num_steps=run.stage.num_steps, tokens=state.total_tokens, loss=result.loss, lr=lr,
                 grad_norm=result.grad_norm, step_time_s=seconds, tokens_per_second=tokens_per_second,
                 mfu=utilisation, memory_bytes=peak_memory_bytes(run.ctx.device),
+                waited=result.waited_s / seconds if run.ctx.pp.size > 1 else None,
                 time_left_s=self.seconds * (run.stage.num_steps - state.step),
             ))  # fmt: skip
         if result.skipped:

@@ -53,6 +53,7 @@ def run_here(recipe: Recipe, index: int, ctx: ParallelContext, stop: Stop, resum
         journal.opening()
         if not run.state.complete:
             steps(run, stop, journal)
+    run.optimizer.wait()
     return run
 
 

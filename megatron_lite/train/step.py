@@ -23,7 +23,7 @@ from megatron_lite.ops.documents import Documents
 from megatron_lite.optim.zero1 import Zero1
 from megatron_lite.parallel.comm import all_sum
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.pipeline.engine import Report, run
+from megatron_lite.pipeline.engine import run
 from megatron_lite.pipeline.schedule import Task, timetable
 from megatron_lite.pipeline.transfer import Transfer
 from megatron_lite.runtime.guard import sum_over
@@ -31,14 +31,15 @@ from megatron_lite.runtime.guard import sum_over
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did; but for `pipeline` the same on every rank."""
+    """What a step did; the same on every rank but for `live`."""
 
     loss: float  # mean over the valid tokens of the global batch
     grad_norm: float  # before clipping
     valid_tokens: int
     skipped: bool  # loss or gradient not finite, or no valid token: no update
     sources: tuple[tuple[float, int], ...] = ()  # (sum of losses, valid tokens) of each source's rows
-    pipeline: Report | None = field(default=None, compare=False)  # how this rank waited
+    waited_s: float = field(default=0.0, compare=False)  # for messages of the pipeline, mean over the ranks
+    live: int = field(default=1, compare=False)  # most forwards at a time on this rank whose backward was to come
 
 
 def to_device(batch: Batch, ctx: ParallelContext) -> tuple[Tensor, Tensor, Documents]:
@@ -95,7 +96,8 @@ def train_step(model: Transformer, optimizer: Zero1, batches: Sequence[Batch], c
     share = optimizer.reduce()
     losses = torch.cat([loss.double().view(1), by_source.sums])
     losses = losses if ctx.tp.rank == 0 else torch.zeros_like(losses)  # tp ranks have the same
-    square, total, *source_losses = ctx.read(all_sum(torch.cat([share.view(1), losses]), ctx.world))
+    waited = torch.tensor([report.waited_s / ctx.world.size], dtype=torch.float64, device=ctx.device)
+    square, waited_s, total, *source_losses = ctx.read(all_sum(torch.cat([share.view(1), waited, losses]), ctx.world))
     grad_norm = math.sqrt(square)
 
     # 4. everybody saw the same numbers, so everybody skips or nobody
@@ -104,7 +106,7 @@ def train_step(model: Transformer, optimizer: Zero1, batches: Sequence[Batch], c
         optimizer.update(lr, clip_scale(grad_norm, clip))
     optimizer.zero_grad()
     pairs = tuple((x, int(n)) for x, n in zip(source_losses, source_tokens, strict=True))
-    return StepResult(total, grad_norm, int(valid_tokens), skipped, pairs, report)
+    return StepResult(total, grad_norm, int(valid_tokens), skipped, pairs, waited_s, report.live)
 
 
 class Inputs:

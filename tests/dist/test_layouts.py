@@ -24,8 +24,10 @@ MODELS = {
 AXES = {
     "model": list(MODELS),
     "tp": [1, 2, 4],
-    "dp": [1, 2, 3],
     "sp": [0, 1],
+    "pp": [1, 2],
+    "virtual": [1, 2],
+    "dp": [1, 2, 3],
     "zero": [0, 1],
     "mb": [1, 2, 4],
     "masked": [0, 1],
@@ -33,27 +35,38 @@ AXES = {
 }
 
 
+def ranks(case: Case) -> int:
+    """How many a case needs."""
+    return case["tp"] * case["pp"] * case["dp"]
+
+
 def possible(case: Case) -> bool:
     """On at most four ranks, with something to compare, and rows that can be divided."""
+    rows = case["mb"] * case["dp"]
     return (
-        1 < case["tp"] * case["dp"] <= 4
+        1 < ranks(case) <= 4
         and (case["tp"] > 1 or not case["sp"])
         and (case["dp"] > 1 or case["zero"] == 1)
-        and 12 % (case["mb"] * case["dp"]) == 0
+        and (case["virtual"] == 1 or case["pp"] > 1)
+        and 12 % rows == 0
+        and (case["virtual"] == 1 or 12 // rows % case["pp"] == 0)
     )
 
 
 def compare(case: Case, steps: int) -> None:
     """The run of a case against the same one in one process, whole batches, nothing recomputed."""
-    plain = Run(MODELS[case["model"]], steps=steps, masked=bool(case["masked"]), documents=bool(case["masked"]))
+    layers = 2 * case["virtual"] + (case["pp"] > 1)  # more than one for each chunk somewhere
+    model = MODELS[case["model"]].model_copy(update={"num_hidden_layers": layers})
+    plain = Run(model, steps=steps, masked=bool(case["masked"]), documents=bool(case["masked"]))
     changed = replace(
         plain, micro_batch=case["mb"],
-        parallel=Parallel(sequence_parallel=bool(case["sp"]), recompute=case["recompute"]),
+        parallel=Parallel(sequence_parallel=bool(case["sp"]), recompute=case["recompute"],
+                          virtual_stages=case["virtual"]),
         optimizer=Optimizer(zero=case["zero"]),
     )  # fmt: skip
     truth, _ = run_ranks(train, 1, replace(plain, micro_batch=12))[0]
     replicas = kv_replicas(plain.model.num_key_value_heads, case["tp"])
-    answers = run_ranks(train, case["tp"] * case["dp"], changed, tp=case["tp"], kv_replicas=replicas)
+    answers = run_ranks(train, ranks(case), changed, tp=case["tp"], pp=case["pp"], kv_replicas=replicas)
     for results, _ in answers:
         for ours, expected in zip(results, truth, strict=True):
             assert abs(ours.loss - expected.loss) <= 1e-5, (ours, expected)
@@ -70,7 +83,7 @@ def check_copies(weights: list[dict[str, torch.Tensor]]) -> None:
                 assert torch.equal(mine[piece], other[piece]), piece
 
 
-@pytest.mark.req("E03", "E11", "E12", "F05", "I01", "I05")
+@pytest.mark.req("E03", "E11", "E12", "F01", "F03", "F05", "G02", "G05", "I01", "I05")
 @pytest.mark.parametrize("case", pairwise(AXES, possible), ids=name)
 def test_a_layout_equals_one_process(case: Case) -> None:
     compare(case, steps=5)
