@@ -66,13 +66,11 @@ class Journal:
         if meant is not None and meant != ctx.world.size:
             self.say(f"  the recipe is meant for {meant} ranks, this is {ctx.world.size}")
         if ctx.pp.size > 1:
-            counts = (
-                ctx.pp.size,
-                len(run.model.chunks),
-                run.stage.rows_per_step // (run.stage.micro_batch * ctx.dp.size),
-            )
-            self.say(f"  pipeline of {counts[0]} ranks with {counts[1]} x {counts[2]} forwards each: they wait "
-                     f"{bubble(*counts):.1%} of a step, at most {live(counts[0], 0, *counts[1:])} forwards are alive")  # fmt: skip
+            pp, chunks = ctx.pp.size, len(run.model.chunks)
+            micro_batches = run.stage.rows_per_step // (run.stage.micro_batch * ctx.dp.size)
+            self.say(f"  a pipeline of {pp} ranks with {chunks} x {micro_batches} forwards each: they wait "
+                     f"{bubble(pp, chunks, micro_batches):.1%} of a step, at most "
+                     f"{live(pp, 0, chunks, micro_batches)} forwards are alive")  # fmt: skip
         self.say("  kernels: " + ", ".join(f"{op} {backend}" for op, backend in run.kernels.items()))
         self.say("  no weight decay on " + _summary(run.optimizer.undecayed()))
         for line in run.rows.describe(run.stage.rows_after(run.stage.num_steps)):

@@ -48,18 +48,32 @@ def test_stop_and_resume_equals_never_stopped_to_the_bit(tmp_path: Path, world: 
     assert lines(straight, 0, "evaluations") == lines(broken, 0, "evaluations")
 
 
+LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, object]]] = {
+    "one": (1, {}, {}),
+    "dp2": (2, {}, {}),
+    "dp3": (3, {}, {}),
+    "tp2": (2, {"tp": 2}, {}),
+    "pp2": (2, {"pp": 2}, {}),
+    "pp3": (3, {"pp": 3}, {}),
+    "pp2 in 2 parts": (2, {"pp": 2}, {"virtual_stages": 2}),
+    "pp2 tp2": (4, {"pp": 2, "tp": 2}, {"sequence_parallel": True}),
+}
+PAIRS = [
+    ("dp2", "one"), ("dp2", "dp3"), ("tp2", "one"), ("one", "tp2"), ("tp2", "dp2"), ("pp2", "one"), ("one", "pp3"),
+    ("pp2 in 2 parts", "dp2"), ("tp2", "pp2 in 2 parts"), ("pp2 tp2", "pp2"), ("pp3", "pp2 tp2"),
+]  # fmt: skip
+
+
 @pytest.mark.req("M09", "C12")
 def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
-    truth = tiny_recipe(tmp_path, run=str(tmp_path / "truth"))
+    deep = {"num_hidden_layers": 4}
+    truth = tiny_recipe(tmp_path, run=str(tmp_path / "truth"), model=deep)
     run_ranks(run_stages, 1, truth, 0)
-    layouts = {"tp1": (1, {}), "dp2": (2, {}), "tp2": (2, {"tp": 2}), "dp3": (3, {})}
-    pairs = [("dp2", "tp1"), ("dp2", "dp3"), ("tp2", "tp1"), ("tp1", "tp2"), ("tp2", "dp2")]
-    for before, after in pairs:
-        recipe = tiny_recipe(tmp_path, run=str(tmp_path / f"{before}-{after}"))
+    for before, after in PAIRS:
+        recipe = tiny_recipe(tmp_path, run=str(tmp_path / f"{before}-{after}"), model=deep)
         for where, stop in ((before, 5), (after, None)):
-            world, axes = layouts[where]
-            changed = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=axes)})
-            changed = tiny_recipe(tmp_path, run=recipe.run, parallel=axes)
+            world, axes, more = LAYOUTS[where]
+            changed = tiny_recipe(tmp_path, run=recipe.run, model=deep, parallel=axes | more)
             run_ranks(_run_and_stop, world, changed, stop, **axes)
         for ours, expected in zip(curve(recipe), curve(truth), strict=True):
             assert ours[0] == expected[0] and abs(ours[1] - expected[1]) <= 1e-5, (before, after)
