@@ -26,8 +26,11 @@ def parser() -> argparse.ArgumentParser:
         "--resume", default="auto", metavar="auto|none|PATH",
         help="auto: go on from the stage's newest complete checkpoint if there is one (default)",
     )  # fmt: skip
-    p.add_argument("--dry-run", nargs="?", const="plan", choices=["plan"], help="print what the run would cost")
-    p.add_argument("--world-size", type=int, help="ranks that --dry-run plans for")
+    p.add_argument(
+        "--dry-run", nargs="?", const="plan", choices=["plan", "ranks", "all"],
+        help="print what the run would cost; ranks: rehearse one rank of each kind without numbers; all: every rank",
+    )  # fmt: skip
+    p.add_argument("--world-size", type=int, help="ranks that --dry-run is for")
     return p
 
 
@@ -43,14 +46,21 @@ def main() -> None:
 
 
 def dry_run(args: argparse.Namespace) -> None:
-    """Print the plan of one stage, or of every stage and their total."""
+    """Print the plan of one stage, or of every stage and their total; or what a rehearsal of the ranks finds."""
     from megatron_lite.config.load import load_recipe
     from megatron_lite.config.stages import stage_index
-    from megatron_lite.plan.run import describe
 
     recipe = load_recipe(args.recipe, args.set, launched=args.world_size is not None)
     stages = list(range(len(recipe.stages))) if args.stage is None else [stage_index(recipe, args.stage)]
-    print(describe(recipe, stages, args.world_size or recipe.parallel.world_size or 1))
+    world_size = args.world_size or recipe.parallel.world_size or 1
+    if args.dry_run == "plan":
+        from megatron_lite.plan.run import describe
+
+        print(describe(recipe, stages, world_size))
+    else:
+        from megatron_lite.train.rehearsal import report
+
+        print(report(recipe, stages, world_size, every=args.dry_run == "all"))
 
 
 def train(args: argparse.Namespace) -> None:
