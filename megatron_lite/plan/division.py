@@ -140,7 +140,7 @@ def live_blocks(pp: int, rank: PipelineRank, micro_batches: int) -> int:
         return live(pp, rank.rank, chunks, micro_batches) * rank.chunks[0]
     now = most = 0
     # What is alive repeats after pp micro-batches; the warm-up is over after two rounds of them.
-    for task in order(pp, rank.rank, chunks, min(micro_batches, 4 * pp)):
+    for task in order(pp, rank.rank, chunks, min(micro_batches, 3 * pp)):
         now += rank.chunks[task.chunk] * (1 if task.kind == "forward" else -1)
         most = max(most, now)
     return most

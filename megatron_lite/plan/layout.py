@@ -12,11 +12,11 @@ from megatron_lite.config.schema import Parallel, Recipe, Stage
 from megatron_lite.config.stages import for_stage
 from megatron_lite.config.violation import StageView
 from megatron_lite.errors import ConfigError, require
-from megatron_lite.models.placement import place
+from megatron_lite.models.placement import Chunk, place
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.pipeline.schedule import bubble
 from megatron_lite.plan.devices import Device
-from megatron_lite.plan.division import BlockSizes, PipelineRank, block_sizes, divide, hold, kinds
+from megatron_lite.plan.division import BlockSizes, PipelineRank, block_sizes, divide, hold, kinds, live_blocks
 from megatron_lite.plan.flops import flops_per_token
 from megatron_lite.plan.memory import Memory, rank_memory
 from megatron_lite.plan.speed import StepTime, step_time
@@ -66,11 +66,15 @@ def search(recipe: Recipe, index: int, world: int, device: Device) -> tuple[list
     size = 2 if recipe.precision == "bf16" else 4
     usable = device.memory * (1 - FREE)
     blocks: dict[int, BlockSizes] = {}
-    held: dict[tuple[int, ...], tuple[PipelineRank, ...]] = {}
+    places: dict[tuple[int, int], tuple[tuple[Chunk, ...], ...]] = {}
+    recipes: dict[int, Recipe] = {}
+    held: dict[tuple[int, int, int, int], tuple[PipelineRank, ...]] = {}
+    alive: dict[tuple[int, int, tuple[int, ...], int], int] = {}
     fit, rejected = [], []
     for parallel, stage in _choices(merged, index, world):
-        changed = plain.model_copy(update={"stages": (*plain.stages[:index], stage, *plain.stages[index + 1 :])})
-        view = StageView(index, changed, model, parallel, world)
+        if stage.micro_batch not in recipes:
+            recipes[stage.micro_batch] = _with(plain, index, Parallel(), stage.micro_batch)
+        view = StageView(index, recipes[stage.micro_batch], model, parallel, world)
         broken = next(((rule.__name__, found.message) for rule in RULES for found in rule(view)), None)
         if broken is not None:
             rejected.append(Rejected(parallel, stage.micro_batch, broken[0].replace("_", " "), broken[1]))
@@ -81,10 +85,16 @@ def search(recipe: Recipe, index: int, world: int, device: Device) -> tuple[list
         if key not in held:
             if parallel.tp not in blocks:
                 blocks[parallel.tp] = block_sizes(model, parallel.tp)
-            places = place(model, parallel.pp, parallel.virtual_stages)
-            held[key] = hold(model, parallel, places, blocks[parallel.tp])
+            if key[2:] not in places:
+                places[key[2:]] = place(model, parallel.pp, parallel.virtual_stages)
+            held[key] = hold(model, parallel, places[key[2:]], blocks[parallel.tp])
         ranks = held[key]
-        needs = {at.rank: rank_memory(model, parallel, division, at, zero=zero) for at, _ in kinds(ranks)}
+        needs = {}
+        for at, _ in kinds(ranks):
+            same = (parallel.pp, at.rank, at.chunks, division.micro_batches)
+            if same not in alive:
+                alive[same] = live_blocks(parallel.pp, at, division.micro_batches)
+            needs[at.rank] = rank_memory(model, parallel, division, at, zero=zero, alive=alive[same])
         fullest = max(needs, key=lambda rank: needs[rank].total)
         memory = needs[fullest]
         if memory.total > usable:

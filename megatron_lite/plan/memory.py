@@ -118,8 +118,18 @@ def activation_bytes(
     )
 
 
-def rank_memory(model: ModelConfig, parallel: Parallel, division: Division, at: PipelineRank, *, zero: int) -> Memory:
-    """Bytes on one rank in a step."""
+def rank_memory(
+    model: ModelConfig,
+    parallel: Parallel,
+    division: Division,
+    at: PipelineRank,
+    *,
+    zero: int,
+    alive: int | None = None,
+) -> Memory:
+    """Bytes on one rank in a step. `alive`: plan.division.live_blocks, if it is known."""
+    if alive is None:
+        alive = live_blocks(parallel.pp, at, division.micro_batches)
     size, tokens, held = division.bytes_per_element, division.tokens, at.parameters
     saved = partial(
         activation_bytes,
@@ -148,7 +158,7 @@ def rank_memory(model: ModelConfig, parallel: Parallel, division: Division, at: 
         weights=held.total * size,
         gradients=held.total * 4,
         optimizer=state * (-(-held.dense // shares[0]) + -(-held.experts // shares[1])),
-        activations=live_blocks(parallel.pp, at, division.micro_batches) * kept_of_block
+        activations=alive * kept_of_block
         + forwards * kept.ends["cos, sin"]
         + (final_norm if at.last else 0),  # its backward is next
         # one message each way arriving, one each way leaving

@@ -18,9 +18,11 @@ With equal ranks the bubble is the share (pp - 1) / (pp - 1 + m v) that pipeline
 what it takes beyond the task beside it; everything, where the overlap is switched off.
 
 Bandwidth of an axis: tp ranks are neighbours, then cp, dp, pp (parallel/grid.py). Inside a node it is the node's link.
-A ring that leaves the node with g of its ranks in each is as fast as their g shares of the network together, a message
-or an exchange as fast as one. What is not modelled: smaller matrices are slower, experts get unequal loads, links are
-shared with others, and nobody is late.
+A ring that leaves the node with g of its ranks in each is as fast as their g shares of the network together (NCCL
+issue 1250 shows it for g = 1, 2, 4), a message or an exchange as fast as one.
+
+What is not modelled: smaller matrices are slower, experts get unequal loads, links are shared with others, and nobody
+is late.
 """
 
 from __future__ import annotations
@@ -171,6 +173,7 @@ def _of_rank(model: ModelConfig, parallel: Parallel, division: Division, at: Pip
             steady = flow.calls * (m - 1) / m  # those of one micro-batch are on the way in and out
             messages = steady * (each - device.hidden * min(each, task)) + 2 * (parallel.pp - 1) * each
         elif flow.axis in ("dp", "edp", "ends"):
+            seconds *= device.scatter if "reduce-scatter" in flow.what else 1.0
             beside = {"last backward": 1 - one.forward, "next forward": one.forward}.get(
                 flow.behind, 0.0
             ) * one.computing

@@ -247,7 +247,6 @@ def test_a_stage_is_checked_with_its_own_layout():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["parallel.pp=2"], "pipeline parallelism (pp > 1)"),
         (["parallel.cp=2", "stages.0.seq_len=64", "stages.0.batch_tokens=768"], "context parallelism (cp > 1)"),
         (["model.preset=qwen3-30b-a3b"], "a mixture of experts"),
         (["model.preset=qwen3-235b-a22b", "parallel.ep=8"], "expert parallelism (ep > 1)"),

@@ -48,8 +48,8 @@ def test_stablelm_as_it_was_trained_is_estimated_between_its_own_and_the_best_pu
     assert STABLELM_PUBLISHED < published.tokens_per_s / 256 < MPT_3B
 
 
-@pytest.mark.parametrize(("device", "published"), [("A100-40", 8777), ("A100-80", 9457)])
-def test_a_3b_on_eight_a100_is_estimated_within_15_percent_of_llm_foundry(device, published):
+@pytest.mark.parametrize(("device", "published"), [("A100-40", 8777), ("A100-80", 9457), ("H100", 20964)])
+def test_a_3b_on_eight_gpus_is_estimated_within_15_percent_of_llm_foundry(device, published):
     layouts, _ = search(_of("stablelm-3b-4e1t", rows=1024), 0, 8, DEVICES[device])
     assert layouts[0].tokens_per_s / 8 == pytest.approx(published, rel=0.15)
 
