@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,7 +74,7 @@ class Recorder:
         if func._schema.name in COLLECTIVES:
             return self._collective
         assert func.namespace != "c10d", f"{func} is a collective that the recorder does not know"
-        if func._overloadpacket in flop_registry:
+        if _flops_of(func) is not None:
             return self._product
         if func.namespace == "prim" or all(made.alias_info is not None for made in func._schema.returns):
             return _ignore  # asks for a property, makes a view, or writes in place
@@ -85,7 +86,7 @@ class Recorder:
                 self.hold(tensor)
 
     def _product(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        self.flops[self.phase] += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        self.flops[self.phase] += _flops_of(func)(*args, **kwargs, out_val=out)
         self._makes(func, args, kwargs, out)
 
     def _collective(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
@@ -173,6 +174,13 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.recorder.see(func, args, kwargs or {}, out)
         return out
+
+
+def _flops_of(func: Any) -> Any:
+    """The formula of a matrix product, done in place or not; None for all else."""
+    namespace, _, name = func._schema.name.partition("::")
+    packet = getattr(torch.ops.aten, name.removesuffix("_")) if namespace == "aten" and name.endswith("mm_") else None
+    return flop_registry.get(packet or func._overloadpacket)
 
 
 def _ignore(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
