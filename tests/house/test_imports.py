@@ -15,7 +15,7 @@ from tests.house.rules import PACKAGE, ROOT
 PURE = (
     *("config/section.py", "config/model.py", "config/schema.py", "config/presets.py", "config/load.py"),
     *("config/check.py", "models/shapes.py", "optim/schedule.py", "parallel/grid.py", "data/blend.py"),
-    *("data/packing.py", "checkpoint/boxes.py", "plan/run.py"),
+    *("data/packing.py", "checkpoint/boxes.py", "plan/run.py", "parallel/cp_split.py"),
 )
 
 
