@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -31,7 +32,8 @@ def groups_of(grid: Grid) -> dict[tuple[int, ...], tuple[str, ...]]:
 
 
 def first_mismatch(grid: Grid, calls: Mapping[int, Sequence[Call]]) -> tuple[Mismatch | None, int]:
-    """Whether all members of every group issue the same calls on it in the same order, and messages find each other.
+    """Whether all members of every group issue the same calls on it in the same order, messages find each other, and
+    the orders of different groups fit together.
 
     `calls` of the ranks that were rehearsed; the rest are as `model_ranks` says. Also the number of groups compared.
     """
@@ -47,7 +49,52 @@ def first_mismatch(grid: Grid, calls: Mapping[int, Sequence[Call]]) -> tuple[Mis
         found = _collectives(ranks, models, on_group) or _messages(ranks, models, on_group)
         if found is not None:
             return Mismatch(f"group {' = '.join(axes)}", ranks, found), len(groups)
-    return None, len(groups)
+    return first_stuck(grid, {rank: calls[model] for rank, model in like.items()}, groups), len(groups)
+
+
+def first_stuck(grid: Grid, calls: Mapping[int, Sequence[Call]],
+                groups: Mapping[tuple[int, ...], tuple[str, ...]]) -> Mismatch | None:  # fmt: skip
+    """Let all ranks run, each waiting in every collective for all members and in every receive for the message; None
+    when all come to their end. That is stricter than a GPU, where most calls are only begun."""
+    rows = {axis: {rank: ranks for ranks in grid.rows(axis) for rank in ranks} for axis in AXES}
+    at = dict.fromkeys(range(grid.world), 0)
+    arrived: dict[tuple[int, ...], list[int]] = {ranks: [] for ranks in groups}
+    mail: Counter[tuple[int, int]] = Counter()  # (sender, receiver) -> messages that nobody has taken
+    awaited: set[tuple[int, int]] = set()
+    running = deque(range(grid.world))
+    while running:
+        rank = running.popleft()
+        while at[rank] < len(calls[rank]):
+            call = calls[rank][at[rank]]
+            ranks = rows[call.axis][rank]
+            if call.kind == "send":
+                way = (rank, ranks[call.peer or 0])
+                mail[way] += 1
+                if way in awaited:
+                    awaited.remove(way)
+                    running.append(way[1])
+            elif call.kind == "receive":
+                way = (ranks[call.peer or 0], rank)
+                if not mail[way]:
+                    awaited.add(way)
+                    break
+                mail[way] -= 1
+            else:
+                arrived[ranks].append(rank)
+                if len(arrived[ranks]) < len(ranks):
+                    break
+                for other in arrived[ranks]:
+                    if other != rank:
+                        at[other] += 1
+                        running.append(other)
+                arrived[ranks] = []
+            at[rank] += 1
+    for rank, number in at.items():
+        if number < len(calls[rank]):
+            ranks = rows[calls[rank][number].axis][rank]
+            waits = [f"rank {r}: call {at[r] + 1}, {calls[r][at[r]]} over {calls[r][at[r]].axis}" for r in ranks]
+            return Mismatch(f"group {' = '.join(groups[ranks])}", ranks, "nobody can go on: " + "; ".join(waits))
+    return None
 
 
 def _collectives(ranks: tuple[int, ...], models: tuple[int, ...], calls: Mapping[int, list[Call]]) -> str | None:

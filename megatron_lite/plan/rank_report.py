@@ -76,7 +76,7 @@ def describe(job: Job, ranks: Sequence[Rehearsed], mismatch: Mismatch | None, gr
         f"{job.grid.world:,} ranks, {len(ranks)} rehearsed, {job.ran} of {job.micro_batches} micro-batches of a step",
         *_columns([header, *table]),
         "GB at the peak by kind, FLOPs as computed (recomputation included), GB sent in a step over each axis",
-        f"no mismatch among {groups:,} groups" if mismatch is None else f"MISMATCH: {mismatch}",
+        f"no mismatch among {groups:,} group{'s' * (groups > 1)}" if mismatch is None else f"MISMATCH: {mismatch}",
         f"most memory: {_gb(fullest.memory)} GB on rank {fullest.rank}; {fits}",
         "the plan beside it",
         *_columns([["rank", "what", "plan GB", "here GB", "plan has more"], *_worst(differences(job, ranks))]),
