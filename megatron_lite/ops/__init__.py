@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_lite.ops.documents import Documents
+    from megatron_lite.ops.documents import Documents, Segments
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,26 @@ class CrossEntropy:
 
 
 @dataclass(frozen=True)
+class AttentionParts:
+    """Attention of some queries to some keys, to be merged with what the same queries make of other keys.
+
+    forward(q [Tq, n, H], k [Tk, g, H], v [Tk, g, H], segments, scale) -> (out [Tq, n, H] in q's type, lse [Tq, n] fp32)
+        lse is the log of the sum of the exponentials that out was divided by
+    backward(grad [Tq, n, H], q, k, v, out, lse, segments, scale) -> (dq, dk, dv), in fp32 or the type of q;
+        out and lse are those over all keys a query sees, of which k are some
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Segments, float], tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
 class Ops:
     """Every kernel a model or the optimizer calls. Backends of one op agree on shapes, dtypes and gradients.
 
     attention(q [T, n, H], k [T, g, H], v [T, g, H], doc, scale) -> [T, n, H]; causal, inside each segment of doc;
         query head i reads kv head i // (n / g); softmax in fp32
+    attention_parts: the same kernel on some of the keys, or None if it does not tell its log-sum-exp
     rms_norm(x [..., D], weight [D], eps) -> x / sqrt(mean(x^2) + eps) * weight; computed in fp32
     layer_norm(x [..., D], weight [D], bias [D], eps); computed in fp32
     rope(x [T, n, H], cos [T, r], sin [T, r]) -> x with its first 2r dims rotated, dim i paired with dim i + r
@@ -41,6 +56,7 @@ class Ops:
     """
 
     attention: Callable[[Tensor, Tensor, Tensor, Documents, float], Tensor]
+    attention_parts: AttentionParts | None
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_lite.errors import require
 from megatron_lite.ops import CrossEntropy, Ops
-from megatron_lite.ops.reference import adamw, attention, cross_entropy, pointwise
+from megatron_lite.ops.reference import adamw, attention, attention_parts, cross_entropy, pointwise
 from megatron_lite.ops.vendor import flash_attention
 
 
@@ -37,12 +37,13 @@ class Backend:
         return None
 
 
+# Loaders of attention give the kernel and its parts, those of norm give both norms.
 TABLE: Mapping[str, Mapping[str, Backend]] = {
     "attention": {
         "flash_attn": Backend(flash_attention, devices=("cuda",), package="flash_attn", half_only=True),
-        "blocked": Backend(lambda: attention.blocked, devices=("cpu",)),
-        "sdpa": Backend(lambda: attention.sdpa),
-        "naive": Backend(lambda: attention.naive),
+        "blocked": Backend(lambda: (attention.blocked, attention_parts.blocked()), devices=("cpu",)),
+        "sdpa": Backend(lambda: (attention.sdpa, None)),
+        "naive": Backend(lambda: (attention.naive, attention_parts.naive())),
     },
     "norm": {"torch": Backend(lambda: (pointwise.rms_norm, pointwise.layer_norm))},
     "rope": {"torch": Backend(lambda: pointwise.rope)},
@@ -50,6 +51,8 @@ TABLE: Mapping[str, Mapping[str, Backend]] = {
     "cross_entropy": {"torch": Backend(lambda: CrossEntropy(cross_entropy.stats, cross_entropy.grad))},
     "adamw": {"fused": Backend(lambda: adamw.fused), "formula": Backend(lambda: adamw.formula)},
 }
+
+WITH_PARTS = ("flash_attn", "blocked", "naive")  # attention kernels whose load gives their parts too
 
 
 def resolve(wanted: Mapping[str, str], device: str, precision: str) -> dict[str, str]:
@@ -75,8 +78,9 @@ def resolve(wanted: Mapping[str, str], device: str, precision: str) -> dict[str,
 def build(chosen: Mapping[str, str]) -> Ops:
     """Load the backends that `resolve` chose."""
     loaded = {op: TABLE[op][name].load() for op, name in chosen.items()}
+    attend, parts = loaded.pop("attention")
     rms_norm, layer_norm = loaded.pop("norm")
-    return Ops(rms_norm=rms_norm, layer_norm=layer_norm, **loaded)
+    return Ops(attention=attend, attention_parts=parts, rms_norm=rms_norm, layer_norm=layer_norm, **loaded)
 
 
 def default_ops(device: str = "cpu", precision: str = "fp32") -> Ops:

@@ -35,7 +35,7 @@ def pairs(piece: Piece, queries: np.ndarray, keys: np.ndarray) -> Iterator[tuple
     assert (len(q), len(k)) == (sum(piece.q_lengths), sum(piece.k_lengths))
     q_at = k_at = 0
     for q_length, k_length in zip(piece.q_lengths, piece.k_lengths, strict=True):
-        assert 0 < q_length and 0 < k_length and (q_length <= k_length or not piece.causal)
+        assert q_length > 0 and k_length > 0 and (q_length <= k_length or not piece.causal)
         for j in range(q_length):
             for i in range(k_length - q_length + j + 1 if piece.causal else k_length):
                 yield int(q[q_at + j]), int(k[k_at + i])

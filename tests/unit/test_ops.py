@@ -7,13 +7,14 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.models.generate import pack
 from megatron_lite.models.transformer import build
-from megatron_lite.ops import select
-from megatron_lite.ops.documents import Documents
-from megatron_lite.ops.reference import adamw, attention, cross_entropy, pointwise
+from megatron_lite.ops import select, stand_in
+from megatron_lite.ops.documents import Documents, Segments
+from megatron_lite.ops.reference import adamw, attention, attention_parts, cross_entropy, pointwise
 from megatron_lite.parallel.context import single_process
 from tests.helpers.tiny import Run, build_run, qwen3, stablelm
 
@@ -138,8 +139,10 @@ def test_the_formula_is_softmax_over_the_past():
 def test_a_backend_takes_borders_and_no_mask_beside_them(backend):
     if select.TABLE["attention"][backend].missing("cpu", "fp32"):
         pytest.skip("cannot be loaded here")
-    function = select.TABLE["attention"][backend].load()
+    function, parts = select.TABLE["attention"][backend].load()
     assert list(inspect.signature(function).parameters) == ["q", "k", "v", "doc", "scale"]
+    if parts is not None:
+        assert list(inspect.signature(parts.forward).parameters) == ["q", "k", "v", "segments", "scale"]
 
 
 @pytest.mark.req("J01", "J03")
@@ -158,6 +161,84 @@ def test_a_document_does_not_see_the_one_before_it(config, backend):
             difference = (model.logits(ids, doc) - model.logits(changed, doc)).abs()
             assert difference[:2].max() == 0 and difference[2:5].max() > 1e-4
             assert (difference[5:].max() > 1e-4) == seen
+
+
+# ---- attention to some of the keys
+
+PARTS = [attention_parts.naive(), attention_parts.blocked()]
+
+
+def segments(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], causal: bool) -> Segments:
+    return Segments.of(q_lengths, k_lengths, causal=causal, device=torch.device("cpu"))
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seg: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp over one [Tq, Tk] mask, in fp64."""
+    mask = torch.block_diag(*(
+        torch.ones(a, b).tril(b - a) if seg.causal else torch.ones(a, b)
+        for a, b in zip(seg.q_lengths, seg.k_lengths, strict=True)
+    )).bool()  # fmt: skip
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).double() for x in (k, v))
+    scores = (torch.einsum("qnh,knh->nqk", q.double(), k) * 0.3).masked_fill(~mask, -torch.inf)
+    return torch.einsum("nqk,knh->qnh", scores.softmax(-1), v), scores.logsumexp(-1).T
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(3, 3), (6, 2)])
+@pytest.mark.parametrize("q_lengths, k_lengths", [((1,), (1,)), ((5, 1, 70), (5, 4, 150)), ((13, 64), (64, 65))])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("parts", PARTS, ids=["naive", "blocked"])
+def test_attention_to_some_keys_equals_the_formula_under_a_mask(
+    heads, kv_heads, q_lengths, k_lengths, causal, dtype, tolerance, parts
+):
+    q = draw(sum(q_lengths), heads, 10, dtype=dtype)
+    k, v = (draw(sum(k_lengths), kv_heads, 10, seed=i, dtype=dtype) for i in (1, 2))
+    seg = segments(q_lengths, k_lengths, causal)
+    plain, plain_lse = dense(q, k, v, seg)
+    out, lse = parts.forward(q.detach(), k.detach(), v.detach(), seg, 0.3)
+    assert (out.dtype, lse.dtype, lse.shape) == (dtype, torch.float32, q.shape[:2])
+    torch.testing.assert_close(out.double(), plain, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), plain_lse, rtol=tolerance, atol=tolerance)
+    grad = draw(*out.shape, seed=9, dtype=dtype).detach()
+    mine = parts.backward(grad, q.detach(), k.detach(), v.detach(), out, lse, seg, 0.3)
+    for ours, theirs in zip(mine, torch.autograd.grad(plain, (q, k, v), grad.double()), strict=True):
+        assert ours.dtype in (dtype, torch.float32)
+        assert (ours.double() - theirs.double()).abs().max() <= tolerance * theirs.double().abs().max() + tolerance
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=["naive", "blocked"])
+def test_parts_merge_into_the_whole_and_share_its_gradients(parts):
+    q, k, v = (draw(30, n, 7, seed=i).detach() for i, n in enumerate((4, 2, 2)))
+    whole = segments((30,), (30,), False)
+    out, lse = parts.forward(q, k, v, whole, 0.3)
+    grad = draw(*out.shape, seed=9).detach()
+    dq, dk, dv = parts.backward(grad, q, k, v, out, lse, whole, 0.3)
+    halves = [(slice(0, 11), segments((30,), (11,), False)), (slice(11, 30), segments((30,), (19,), False))]
+    outs, lses = zip(*(parts.forward(q, k[at], v[at], seg, 0.3) for at, seg in halves), strict=True)
+    torch.testing.assert_close(torch.stack(lses).logsumexp(0), lse)
+    weights = (torch.stack(lses) - lse).exp()[..., None]
+    torch.testing.assert_close((weights * torch.stack(outs)).sum(0), out)
+    shares = [parts.backward(grad, q, k[at], v[at], out, lse, seg, 0.3) for at, seg in halves]
+    torch.testing.assert_close(shares[0][0] + shares[1][0], dq)
+    torch.testing.assert_close(torch.cat([share[1] for share in shares]), dk)
+    torch.testing.assert_close(torch.cat([share[2] for share in shares]), dv)
+
+
+def test_the_stand_in_has_parts_of_the_shapes_of_the_formulas():
+    with FakeTensorMode():
+        q, k, v = torch.empty(12, 4, 8), torch.empty(20, 2, 8), torch.empty(20, 2, 8)
+        seg = segments((5, 7), (5, 15), True)
+        out, lse = stand_in.flash_parts().forward(q, k, v, seg, 0.3)
+        assert (out.shape, lse.shape, lse.dtype) == (q.shape, (12, 4), torch.float32)
+        grads = stand_in.flash_parts().backward(out, q, k, v, out, lse, seg, 0.3)
+        assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_every_attention_kernel_has_its_parts_or_says_that_it_has_none():
+    loaded = {name: select.build({**select.resolve({}, "cpu", "fp32"), "attention": name}) for name in
+              ("blocked", "sdpa", "naive")}  # fmt: skip
+    assert {name for name, ops in loaded.items() if ops.attention_parts is None} == {"sdpa"}
+    assert "sdpa" not in select.WITH_PARTS and set(loaded) - {"sdpa"} < set(select.WITH_PARTS)
 
 
 # ---- cross-entropy, halves over a cut vocabulary
