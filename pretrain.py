@@ -3,6 +3,7 @@
 python pretrain.py --stage 1                                    one process
 torchrun --nproc_per_node 8 pretrain.py --recipe R --stage 1    as many as you have
 python pretrain.py --recipe R --dry-run                         what it would cost; needs neither torch nor a GPU
+python pretrain.py --recipe R --dry-run ranks                   its ranks do a step without numbers; needs no GPU
 """
 
 from __future__ import annotations
