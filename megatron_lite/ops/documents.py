@@ -19,7 +19,15 @@ class Documents:
     max_seqlen: int
     position_ids: Tensor  # int64 [T], restart at every segment
     row_length: int | None = None  # set when every segment has this length
-    rows: int = 1  # equal rows that make up the micro-batch; context parallelism cuts each by itself
+    rows: int | None = None  # equal rows that segments do not cross; context parallelism cuts each by itself
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the micro-batch: its segments, if those are rows, else as it was told."""
+        if self.row_length is not None:
+            return len(self.lengths)
+        assert self.rows is not None, "these documents do not say in how many rows they lie"
+        return self.rows
 
 
 @dataclass(frozen=True)

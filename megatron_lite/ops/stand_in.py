@@ -39,7 +39,8 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward(grad, *ctx.saved_tensors, ctx.segments, ctx.scale), None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        return *_backward(grad, q, k, v, out, lse, ctx.segments, ctx.scale), None, None
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:

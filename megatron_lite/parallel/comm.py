@@ -4,6 +4,7 @@
   scatter_rows  : reduce-scatter dim 0  <-> all-gather dim 0
   enter_region  : identity              <-> all-reduce
   leave_region  : all-reduce            <-> identity
+  exchange_rows : all-to-all dim 0      <-> all-to-all dim 0
 
 Below them the plain ones, for numbers and buffers that carry no gradient. On an axis of size 1 each returns its input.
 """
@@ -40,6 +41,13 @@ def _reduce_scatter_rows(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
+def _all_to_all_rows(x: Tensor, axis: Axis) -> Tensor:
+    assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows do not divide over {axis.name}={axis.size}"
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x.contiguous(), group=axis.group)
+    return out
+
+
 def _conjugate(name: str, forward: Callable[[Tensor, Axis], Tensor], backward: Callable[[Tensor, Axis], Tensor]) -> Any:
     """An autograd function that does `forward`, and `backward` to the gradient."""
 
@@ -66,6 +74,7 @@ _GatherRows = _conjugate("GatherRows", _all_gather_rows, _reduce_scatter_rows)
 _ScatterRows = _conjugate("ScatterRows", _reduce_scatter_rows, _all_gather_rows)
 _EnterRegion = _conjugate("EnterRegion", _identity, _all_reduce)
 _LeaveRegion = _conjugate("LeaveRegion", _all_reduce, _identity)
+_ExchangeRows = _conjugate("ExchangeRows", _all_to_all_rows, _all_to_all_rows)
 
 
 def gather_rows(x: Tensor, axis: Axis) -> Tensor:
@@ -86,6 +95,11 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
 def leave_region(x: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks of their partial x."""
     return x if axis.size == 1 else _LeaveRegion.apply(x, axis)
+
+
+def exchange_rows(x: Tensor, axis: Axis) -> Tensor:
+    """Part i of [T, …] to rank i -> the parts that the ranks had for this one, in axis order."""
+    return x if axis.size == 1 else _ExchangeRows.apply(x, axis)
 
 
 def all_sum(x: Tensor, axis: Axis) -> Tensor:
