@@ -27,7 +27,7 @@ from megatron_lite.data.batch import Batch, Row, make_batch
 from megatron_lite.errors import TrainingError, require
 from megatron_lite.models.transformer import build_rank, named_pieces
 from megatron_lite.ops import Ops, select
-from megatron_lite.ops.stand_in import flash_attention
+from megatron_lite.ops.stand_in import flash_attention, flash_parts
 from megatron_lite.optim.zero1 import BUCKET_ELEMENTS, Zero1
 from megatron_lite.parallel.context import ParallelContext, build_context
 from megatron_lite.parallel.grid import Grid
@@ -80,7 +80,7 @@ class _Observed(Zero1):
 def rehearse_rank(job: Job, rank: int, stands_for: int = 1) -> Rehearsed:
     """One rank's step on tensors without numbers."""
     with fake_ranks(job.grid, rank) as ctx:
-        ops = replace(select.build(select.resolve({}, "cpu", job.precision)), attention=flash_attention)
+        ops = replace(select.default_ops(), attention=flash_attention, attention_parts=flash_parts())
         recorder, model = record(job, ctx, ops, WatchedFakes)
         return summary(job, ctx, recorder, model, stands_for)
 
