@@ -232,6 +232,7 @@ class _Hop:
         for work in self._works:
             work.wait()
         self._leaving = None
+        self._works.clear()  # they hold both tensors
         return self._arriving
 
 

@@ -74,8 +74,12 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse_N: Tensor, inner
         q_b, do_b = q_N[:, :, rows], do_N[:, :, rows]
         probs = _scores(q_b, k_N[:, past], scale, causal).sub_(lse_N[:, :, rows, None]).exp_()
         dv_N[:, past] += _transposed_matmul(probs.to(v.dtype), do_b)
-        weighted = _matmul(do_b, v_N[:, past].transpose(1, 2)).float().mul_(probs)
-        inner = weighted.sum(-1, keepdim=True) if inner_N is None else inner_N[:, :, rows, None]
+        if inner_N is None:
+            weighted = _matmul(do_b, v_N[:, past].transpose(1, 2)).float().mul_(probs)
+            inner = weighted.sum(-1, keepdim=True)
+        else:  # dP is not rounded before o . do, which is not, is taken from it
+            weighted = _matmul(do_b.float(), v_N[:, past].transpose(1, 2).float()).mul_(probs)
+            inner = inner_N[:, :, rows, None]
         ds = weighted.addcmul_(probs, inner, value=-1).mul_(scale).to(k.dtype)
         dq_N[:, :, rows] = _matmul(ds, k_N[:, past])
         dk_N[:, past] += _transposed_matmul(ds, q_b)
