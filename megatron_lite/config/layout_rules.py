@@ -62,6 +62,27 @@ def tokens_divide_among_cp_and_tp(view: StageView) -> Found:
         )
 
 
+def heads_divide_among_cp(view: StageView) -> Found:
+    """cp_attention = 'heads' spreads the heads of a tp rank over the cp ranks; kv heads fewer than those are copied."""
+    p, model = view.parallel, view.model
+    if p.cp == 1 or p.cp_attention != "heads":
+        return
+    heads, kv_heads = model.num_attention_heads // p.tp, max(1, model.num_key_value_heads // p.tp)
+    other = "change cp, or use cp_attention = 'gather' or 'ring'"
+    if heads % p.cp:
+        yield view.says(
+            f"{view.layout_where}: cp_attention='heads' divides num_attention_heads={model.num_attention_heads} / "
+            f"tp={p.tp} = {heads} heads among cp={p.cp} ranks, which is not whole; {other}",
+            *("parallel.cp", "parallel.tp", "parallel.cp_attention", "model.num_attention_heads"),
+        )
+    if kv_heads % p.cp and p.cp % kv_heads:
+        yield view.says(
+            f"{view.layout_where}: cp_attention='heads' with {kv_heads} kv heads on each tp rank and cp={p.cp}: "
+            f"neither divides the other; {other}",
+            *("parallel.cp", "parallel.tp", "parallel.cp_attention", "model.num_key_value_heads"),
+        )
+
+
 def every_pp_rank_has_layers(view: StageView) -> Found:
     """A pipeline rank without a block, or a chunk without one, would wait forever."""
     pp, virtual, layers = view.parallel.pp, view.parallel.virtual_stages, view.model.num_hidden_layers
@@ -128,6 +149,7 @@ LAYOUT_RULES: tuple[Callable[[StageView], Found], ...] = (
     heads_divide_among_tp,
     ffn_divides_among_tp,
     tokens_divide_among_cp_and_tp,
+    heads_divide_among_cp,
     every_pp_rank_has_layers,
     virtual_stages_belong_to_a_pipeline,
     micro_batches_divide_among_interleaved_ranks,

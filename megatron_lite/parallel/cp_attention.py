@@ -94,10 +94,9 @@ class _Shared:
             self._last = (doc, method, self._plan(doc, method, q.device))
         calls = self._last[2]
         kernel = _Kernel(self.parts, k.shape[1:], v.shape[1:], scale)
-        kv = torch.cat([k.flatten(1), v.flatten(1)], 1)  # travels as one
         if method == "gather":
-            return _Gather.apply(q, kv, calls[0], doc.num_rows, self.cp, kernel)
-        return _Ring.apply(q, kv, calls, self.cp, kernel)
+            return _Gather.apply(q, k, v, calls[0], doc.num_rows, self.cp, kernel)
+        return _Ring.apply(q, k, v, calls, self.cp, kernel)
 
     def _plan(self, doc: Documents, method: str, device: torch.device) -> list[list[_Call]]:
         """The calls of the ring's steps, or those of gathering as the only step."""
@@ -116,12 +115,16 @@ class _Shared:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The kernel on keys and values that lie together in one tensor [Tk, W]."""
+    """The kernel on keys and values that lie together in one tensor [Tk, W], as they travel."""
 
     parts: AttentionParts
     k_shape: torch.Size  # of one token
     v_shape: torch.Size
     scale: float
+
+    def join(self, k: Tensor, v: Tensor) -> Tensor:
+        """[Tk, W]."""
+        return torch.cat([k.flatten(1), v.flatten(1)], 1)
 
     def split(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Views [Tk, g, H] of keys and of values."""
@@ -152,9 +155,9 @@ class _Kernel:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, calls: Sequence[_Call], rows: int, cp: Axis,
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[_Call], rows: int, cp: Axis,
                 kernel: _Kernel) -> Tensor:  # fmt: skip
-        kv_T = in_sequence(gather_rows(kv, cp), cp.size, rows)
+        kv_T = in_sequence(gather_rows(kernel.join(k, v), cp), cp.size, rows)
         out = q.new_empty((*q.shape[:2], kernel.v_shape[1]))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for at, part, part_lse in kernel.forward(calls, q, kv_T):
@@ -170,18 +173,18 @@ class _Gather(torch.autograd.Function):
         dq = torch.zeros_like(q)  # each query is in one call
         dkv_T = ctx.kernel.backward(ctx.calls, grad, q, kv_T, out, lse, dq)
         dkv = scatter_rows(by_rank(dkv_T, ctx.cp.size, ctx.rows), ctx.cp)
-        return dq, dkv.to(kv_T.dtype), None, None, None, None
+        return dq, *ctx.kernel.split(dkv.to(kv_T.dtype)), None, None, None, None
 
 
 class _Ring(torch.autograd.Function):
     """Step s: the block of the rank s places before is here, and moves on while it is used."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, steps: Sequence[Sequence[_Call]], cp: Axis,
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, steps: Sequence[Sequence[_Call]], cp: Axis,
                 kernel: _Kernel) -> Tensor:  # fmt: skip
         out = q.new_zeros((*q.shape[:2], kernel.v_shape[1]), dtype=torch.float32)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-        block = kv
+        block = kernel.join(k, v)
         for step, calls in enumerate(steps):
             onward = _Hop(block, cp) if step + 1 < cp.size else None
             for at, part, part_lse in kernel.forward(calls, q, block):
@@ -189,7 +192,7 @@ class _Ring(torch.autograd.Function):
             if onward is not None:
                 block = onward.arrived()
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.steps, ctx.cp, ctx.kernel = steps, cp, kernel
         return out
 
@@ -197,9 +200,9 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of a block follow it, one step behind, and end where it began."""
-        q, kv, out, lse = ctx.saved_tensors
+        q, k, v, out, lse = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=torch.float32)
-        block = kv
+        block = ctx.kernel.join(k, v)
         mine: Tensor | None = None
         homeward: _Hop | None = None
         for step, calls in enumerate(ctx.steps):
@@ -212,7 +215,8 @@ class _Ring(torch.autograd.Function):
             if onward is not None:
                 block = onward.arrived()
         assert mine is not None and homeward is not None
-        return dq.to(q.dtype), mine.add_(homeward.arrived()).to(kv.dtype), None, None, None
+        dk, dv = ctx.kernel.split(mine.add_(homeward.arrived()).to(k.dtype))
+        return dq.to(q.dtype), dk, dv, None, None, None
 
 
 class _Hop:

@@ -13,16 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.errors import ConfigError
-from megatron_lite.ops import AttentionParts, select
+from megatron_lite.ops import AttentionParts, select, stand_in
 from megatron_lite.ops.documents import Documents
 from megatron_lite.ops.reference import attention
+from megatron_lite.parallel import cp_attention
 from megatron_lite.parallel.context import Axis, ParallelContext
 from megatron_lite.parallel.cp_attention import attention_over
 from megatron_lite.parallel.cp_heads import to_heads, to_tokens
 from megatron_lite.parallel.cp_split import positions
+from megatron_lite.parallel.recompute import policy
 from tests.helpers.ranks import run_ranks
 
 METHODS = ["gather", "ring", "heads"]
@@ -255,9 +259,73 @@ class LiveStorages(TorchDispatchMode):
         return out
 
 
-def test_the_ring_holds_two_blocks_beside_its_own():
+def test_the_ring_holds_two_blocks_at_a_time():
     # gradients: of its own block, of the one at hand, and those that come and go
-    assert run_ranks(_held, 4, cp=4) == [[(3, 0), (3, 4)]] * 4
+    assert run_ranks(_held, 4, cp=4) == [[(2, 0), (2, 4)]] * 4
+
+
+def _order(ctx: ParallelContext) -> list[str]:
+    """What a forward does, in order."""
+    events = []
+    kernel = select.default_ops().attention_parts
+    assert kernel is not None
+
+    def attend(*args: Any) -> tuple[Tensor, Tensor]:
+        events.append("kernel")
+        return kernel.forward(*args)
+
+    class Hop(cp_attention._Hop):
+        def __init__(self, *args: Any):
+            events.append("begin")
+            super().__init__(*args)
+
+        def arrived(self) -> Tensor:
+            events.append("wait")
+            return super().arrived()
+
+    ops = replace(select.default_ops(), attention_parts=AttentionParts(attend, kernel.backward))
+    doc = documents(((48,),))
+    with mock.patch.object(cp_attention, "_Hop", Hop):
+        attention_over(ctx.cp, ops, "ring")(*(ours(x, doc, ctx.cp) for x in inputs(48, 2, 2, 4)[:3]), doc, SCALE)
+    return events
+
+
+def test_a_block_is_on_its_way_while_the_one_before_is_computed():
+    assert run_ranks(_order, 4, cp=4) == [["begin", "kernel", "wait"] * 3 + ["kernel"]] * 4
+
+
+def _again(ctx: ParallelContext, method: str) -> None:
+    """The core computed again in the backward gives the same bits."""
+    doc = documents(((5, 19), (24,)))
+    *qkv, grad = (ours(x, doc, ctx.cp) for x in inputs(48, 8, 4, 5))
+    attend = attention_over(ctx.cp, select.default_ops(), method)
+    found = []
+    for wrap in policy("selective"):
+        mine = [x.clone().requires_grad_() for x in qkv]
+        out = wrap(attend, *mine, doc, SCALE)
+        found.append((out, *torch.autograd.grad(out, mine, grad)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_recomputation_repeats_the_bits(method):
+    run_ranks(_again, 2, method, cp=2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rank_can_be_rehearsed_alone_on_tensors_without_numbers(method):
+    ops = replace(select.default_ops(), attention=stand_in.flash_attention, attention_parts=stand_in.flash_parts())
+    dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
+    try:
+        cp = Axis("cp", 1, 4, (4, 5, 6, 7), dist.new_group([4, 5, 6, 7]))
+        with FakeTensorMode():
+            doc = documents(((9, 39), (48,)))
+            mine = [torch.empty(24, n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (8, 4, 4)]
+            out = attention_over(cp, ops, method)(*mine, doc, SCALE)
+            assert out.shape == (24, 8, 8)
+            assert [x.shape for x in torch.autograd.grad(out.sum(), mine)] == [x.shape for x in mine]
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- choices

@@ -160,6 +160,16 @@ CASES = [
         ["parallel={tp=2, sequence_parallel=true}"],
         ["1 x 63 = 63 tokens", "cp x tp = 2", "sequence_parallel"],
     ),
+    (
+        "heads_divide_among_cp",
+        ["parallel={tp=2, cp=4, cp_attention='heads'}"],
+        ["num_attention_heads=4 / tp=2 = 2 heads among cp=4", "use cp_attention = 'gather' or 'ring'"],
+    ),
+    (
+        "heads_divide_among_cp",
+        ["model.num_attention_heads=12", "model.num_key_value_heads=3", "parallel={cp=2, cp_attention='heads'}"],
+        ["3 kv heads on each tp rank and cp=2: neither divides the other"],
+    ),
     ("every_pp_rank_has_layers", ["parallel.pp=5"], ["pp=5 is above num_hidden_layers=4"]),
     (
         "every_pp_rank_has_layers",
