@@ -337,6 +337,13 @@ def test_a_kernel_without_log_sum_exp_is_refused_in_words():
         attention_over(Axis("cp", size=2), ops, "ring")
 
 
+def test_documents_of_masked_rows_have_to_say_how_many_rows():
+    doc = documents(((3, 9), (12,)))
+    assert (doc.num_rows, documents(((12,), (12,))).num_rows) == (2, 2)
+    with pytest.raises(AssertionError, match="in how many rows"):
+        replace(doc, rows=None).num_rows  # noqa: B018
+
+
 def _auto(ctx: ParallelContext, limit: int) -> Counter[str]:
     with mock.patch("megatron_lite.parallel.cp_split.GATHER_BYTES", limit):
         return _watched(ctx, "auto")[0]

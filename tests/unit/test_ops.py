@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_lite.errors import ConfigError
 from megatron_lite.models.generate import pack
 from megatron_lite.models.transformer import build
-from megatron_lite.ops import select, stand_in
+from megatron_lite.ops import select, stand_in, vendor
 from megatron_lite.ops.documents import Documents, Segments
 from megatron_lite.ops.reference import adamw, attention, attention_parts, cross_entropy, pointwise
 from megatron_lite.parallel.context import single_process
@@ -232,6 +234,62 @@ def test_the_stand_in_has_parts_of_the_shapes_of_the_formulas():
         assert (out.shape, lse.shape, lse.dtype) == (q.shape, (12, 4), torch.float32)
         grads = stand_in.flash_parts().backward(out, q, k, v, out, lse, seg, 0.3)
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+def flash_package(*, old: bool = False) -> dict[str, ModuleType]:
+    """A package with flash-attn's names and arguments, which works by the formula."""
+    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
+    formula = attention_parts.naive()
+
+    def as_segments(cu_q: torch.Tensor, cu_k: torch.Tensor, causal: bool, longest: tuple[int, int]) -> Segments:
+        seg = segments(tuple(cu_q.diff().tolist()), tuple(cu_k.diff().tolist()), causal)
+        assert (seg.max_q, seg.max_k) == longest
+        return seg
+
+    def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+                window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+                block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False):  # fmt: skip
+        assert dropout_p == 0.0
+        seg = as_segments(cu_seqlens_q, cu_seqlens_k, causal, (max_seqlen_q, max_seqlen_k))
+        out, lse = formula.forward(q, k, v, seg, softmax_scale)
+        return out, lse.T.contiguous(), None, None
+
+    def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                 dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+                 deterministic, rng_state=None, zero_tensors=False):  # fmt: skip
+        assert softmax_lse.is_contiguous() and (dropout_p, softcap, window_size_left, window_size_right) == (
+            0,
+            0,
+            -1,
+            -1,
+        )
+        seg = as_segments(cu_seqlens_q, cu_seqlens_k, causal, (max_seqlen_q, max_seqlen_k))
+        found = formula.backward(dout, q, k, v, out, softmax_lse.T, seg, softmax_scale)
+        for place, gradient in zip((dq, dk, dv), found, strict=True):
+            place.copy_(gradient)
+
+    def before_2_7(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, window_size):
+        raise AssertionError
+
+    interface._flash_attn_varlen_forward = forward
+    interface._flash_attn_varlen_backward = before_2_7 if old else backward
+    package.flash_attn_varlen_func, package.flash_attn_interface = None, interface
+    return {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attns_halves_are_called_with_its_own_arguments(causal):
+    with mock.patch.dict("sys.modules", flash_package()):
+        _, parts = vendor.flash_attention()
+    q, k, v = (draw(n, heads, 8, seed=n).detach() for n, heads in ((12, 4), (20, 2), (20, 2)))
+    seg = segments((5, 7), (5, 15), causal)
+    formula = attention_parts.naive()
+    out, lse = parts.forward(q, k, v, seg, 0.3)
+    assert torch.equal(out, formula.forward(q, k, v, seg, 0.3)[0]) and lse.shape == (12, 4)
+    for a, b in zip(*(x.backward(q, q, k, v, out, lse, seg, 0.3) for x in (parts, formula)), strict=True):
+        assert torch.equal(a, b)
+    with mock.patch.dict("sys.modules", flash_package(old=True)):
+        assert vendor.flash_attention()[1] is None
 
 
 def test_every_attention_kernel_has_its_parts_or_says_that_it_has_none():
