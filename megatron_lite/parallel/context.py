@@ -72,3 +72,17 @@ def build_context(grid: Grid, *, rank: int, device: torch.device, timeout_s: flo
     names = ("world", "pp", "dp", "cp", "tp", "data", "kv", "ep", "edp", "ends")
     axes: dict[str, Any] = {name: axis(name) for name in names}
     return ParallelContext(grid=grid, device=device, **axes)
+
+
+def release(ctx: ParallelContext) -> None:
+    """Destroy all process groups, and with them their threads.
+
+    A thread of gloo that lets go of a finished tensor while the interpreter shuts down aborts the process, and as long
+    as an axis refers to a group its threads live on.
+    """
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    for axis in vars(ctx).values():
+        if isinstance(axis, Axis):
+            object.__setattr__(axis, "group", None)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.errors import require
-from megatron_lite.parallel.context import ParallelContext, build_context
+from megatron_lite.parallel.context import ParallelContext, build_context, release
 from megatron_lite.parallel.grid import Grid
 
 
@@ -54,8 +54,8 @@ def process_groups(launch: Launch, grid: Grid, timeout_s: float) -> Iterator[Par
             timeout=timedelta(seconds=timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
+    ctx = build_context(grid, rank=launch.rank, device=device, timeout_s=timeout_s)
     try:
-        yield build_context(grid, rank=launch.rank, device=device, timeout_s=timeout_s)
+        yield ctx
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        release(ctx)
