@@ -1,10 +1,11 @@
 """Does a layout compute what one process computes? Trains a recipe's model, made small, in each layout, and compares.
 
-  python tools/check_equivalence.py --recipe examples/qwen3_1p7b/recipe.toml --layouts dp2 tp2 tp2-sp tp2-dp2 dp2-zero0
+  python tools/check_equivalence.py --recipe examples/qwen3_1p7b/recipe.toml --layouts dp2 tp2-sp pp2-v2 cp2-ring dp2-zero0
 
-A layout is parts joined by "-": tpN, dpN, sp (sequence parallelism), zero0 (ZeRO off). Each runs in fp32 on synthetic
-rows, `--steps` steps at a learning rate of 1e-3 with 10 warm-up steps and 12 rows a step. Run it before a long job, on
-the machines of the job. Exit code 1 if a layout fails.
+A layout is parts joined by "-": tpN, ppN, cpN, dpN; vN (parts of the model on each pipeline rank), sp (sequence
+parallelism), gather, ring or heads (attention over cp), selective or full (recompute), zero0 (ZeRO off). Each runs in
+fp32 on synthetic rows, `--steps` steps at a learning rate of 1e-3 with 10 warm-up steps and 12 rows a step, or as many
+as the layouts need. Run it before a long job, on the machines of the job. Exit code 1 if a layout fails.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import lcm
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_lite.checkpoint import store
 from megatron_lite.config.load import load_recipe
@@ -40,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--layouts", nargs="+", required=True, metavar="tp2-sp|dp2|…")
     p.add_argument("--steps", type=int, default=20)
     p.add_argument("--full-size", action="store_true", help="the recipe's own widths and depth")
-    p.add_argument("--measure", type=Path, metavar="FOLDER", help="be one rank of the only layout, write to FOLDER")
+    p.add_argument(
+        "--measure", nargs=2, metavar=("LAYOUT", "FOLDER"), help="be one rank of a layout, write to a folder"
+    )
     return p
 
 
@@ -49,52 +53,66 @@ class Layout:
     """What a layout's name says."""
 
     name: str
-    tp: int = 1
     dp: int = 1
-    sequence_parallel: bool = False
+    parallel: Parallel = field(default_factory=Parallel)
     zero: Literal[0, 1] = 1
 
     @property
     def world(self) -> int:
         """Ranks it needs."""
-        return self.tp * self.dp
+        return self.dp * self.parallel.tp * self.parallel.pp * self.parallel.cp
+
+
+SIZES = {"tp": "tp", "pp": "pp", "cp": "cp", "v": "virtual_stages", "dp": "dp"}
+WORDS: dict[str, dict[str, Any]] = {
+    "one": {}, "zero0": {"zero": 0}, "sp": {"sequence_parallel": True},
+    **{word: {"cp_attention": word} for word in ("gather", "ring", "heads")},
+    **{word: {"recompute": word} for word in ("selective", "full")},
+}  # fmt: skip
 
 
 def parse(name: str) -> Layout:
     """tp2-dp2-sp -> Layout. ConfigError for a part that is not known."""
-    sizes: dict[str, int] = {}
+    found: dict[str, Any] = {}
     for part in name.split("-"):
-        axis, number = part[:2], part[2:]
-        if axis in ("tp", "dp") and number.isdigit() and int(number) > 0:
-            sizes[axis] = int(number)
-        elif part in ("sp", "zero0"):
-            sizes[part] = 1
+        axis, number = part.rstrip("0123456789"), part[len(part.rstrip("0123456789")) :]
+        if axis in SIZES and number and int(number) > 0:
+            found[SIZES[axis]] = int(number)
         else:
-            require(part == "one", f"layout {name!r}: {part!r} is none of tpN, dpN, sp, zero0")
-    return Layout(name, sizes.get("tp", 1), sizes.get("dp", 1), "sp" in sizes, 0 if "zero0" in sizes else 1)
+            known = ", ".join([*(f"{size}N" for size in SIZES), *WORDS])
+            require(part in WORDS, f"layout {name!r}: {part!r} is none of {known}")
+            found |= WORDS[part]
+    dp, zero = found.pop("dp", 1), found.pop("zero", 1)
+    require(found.get("virtual_stages", 1) == 1 or found.get("pp", 1) > 1, f"layout {name!r}: vN needs ppN above 1")
+    return Layout(name, dp, Parallel(**found), zero)
 
 
-def small(model: ModelConfig) -> ModelConfig:
-    """The same kind of model with few heads, layers and words; kv heads keep their ratio to the query heads."""
+def small(model: ModelConfig, layouts: Sequence[Layout]) -> ModelConfig:
+    """The same kind of model with as few heads, blocks and words as the layouts can be made of; kv heads keep their
+    ratio to the query heads."""
     group = model.num_attention_heads // model.num_key_value_heads
-    heads = 4
+    heads = lcm(4, *(layout.parallel.tp * layout.parallel.cp for layout in layouts))
+    blocks = max(2, *(layout.parallel.pp * layout.parallel.virtual_stages for layout in layouts))
     return model.model_copy(
         update={
-            "vocab_size": 101, "vocab_multiple": 8, "hidden_size": 64, "intermediate_size": 128,
-            "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": max(1, heads // group),
+            "vocab_size": 101, "vocab_multiple": 8, "hidden_size": 16 * heads, "intermediate_size": 32 * heads,
+            "num_hidden_layers": blocks, "num_attention_heads": heads, "num_key_value_heads": max(1, heads // group),
             "head_dim": 16,
         }
     )  # fmt: skip
 
 
-def trial(recipe: Recipe, index: int, layout: Layout, steps: int, full_size: bool) -> Run:
-    """The run of one layout: 12 rows a step in micro-batches of one, or of all where there is one process."""
-    masked = recipe.stages[index].mask_documents
+def trial(recipe: Recipe, index: int, layout: Layout, layouts: Sequence[Layout], args: argparse.Namespace) -> Run:
+    """The run of one of the layouts: the same rows for all, in micro-batches of one, or whole where there is one
+    process."""
+    masked, optimizer = recipe.stages[index].mask_documents, recipe.optimizer
+    rows = lcm(12, *(one.dp * one.parallel.pp for one in layouts))
     return Run(
-        recipe.model if full_size else small(recipe.model), steps=steps, documents=masked, masked=True,
-        micro_batch=12 if layout.world == 1 else 1, parallel=Parallel(sequence_parallel=layout.sequence_parallel),
-        optimizer=Optimizer(betas=recipe.optimizer.betas, weight_decay=recipe.optimizer.weight_decay,
-                            clip=recipe.optimizer.clip, zero=layout.zero),
+        recipe.model if args.full_size else small(recipe.model, layouts), steps=args.steps, documents=masked,
+        masked=True, rows=rows, seq_len=lcm(16, *(2 * one.parallel.cp * one.parallel.tp for one in layouts)),
+        micro_batch=rows if layout.world == 1 else 1, parallel=layout.parallel,
+        optimizer=Optimizer(betas=optimizer.betas, weight_decay=optimizer.weight_decay, clip=optimizer.clip,
+                            zero=layout.zero),
     )  # fmt: skip
 
 
@@ -102,16 +120,18 @@ def measure(args: argparse.Namespace) -> None:
     """On every rank of a layout: train, write losses, norms and weights to the folder."""
     recipe = load_recipe(args.recipe, launched=True)
     index = stage_index(recipe, args.stage)
-    recipe, layout, launch = for_stage(recipe, index), parse(args.layouts[0]), read_launch()
-    run = trial(recipe, index, layout, args.steps, args.full_size)
-    replicas = kv_replicas(run.model.num_key_value_heads, layout.tp)
-    with process_groups(launch, Grid(launch.world_size, tp=layout.tp, kv_replicas=replicas), 600.0) as ctx:
+    recipe, launch, folder = for_stage(recipe, index), read_launch(), Path(args.measure[1])
+    layout, layouts = parse(args.measure[0]), [parse(name) for name in args.layouts]
+    run, p = trial(recipe, index, layout, layouts, args), layout.parallel
+    grid = Grid(launch.world_size, p.tp, p.pp, p.cp, kv_replicas=kv_replicas(run.model.num_key_value_heads, p.tp))
+    with process_groups(launch, grid, 600.0) as ctx:
         model, optimizer = build_run(run, ctx)
         results = train_built(run, ctx, model, optimizer)
-        store.save(args.measure, args.steps, optimizer.owned(), ctx, {}, keep=1)
+        store.save(folder, args.steps, optimizer.owned(), ctx, {}, keep=1)
+        optimizer.wait()
         if ctx.world.rank == 0:
             curve = [(result.loss, result.grad_norm) for result in results]
-            (args.measure / "curve.json").write_text(json.dumps(curve))
+            (folder / "curve.json").write_text(json.dumps(curve))
 
 
 def launch_layout(args: argparse.Namespace, layout: Layout, folder: Path) -> None:
@@ -119,8 +139,8 @@ def launch_layout(args: argparse.Namespace, layout: Layout, folder: Path) -> Non
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={layout.world}"]
     command = [
         sys.executable, *(launcher if layout.world > 1 else []), str(Path(__file__).resolve()),
-        "--recipe", str(args.recipe), "--stage", args.stage, "--layouts", layout.name, "--steps", str(args.steps),
-        "--measure", str(folder), *(["--full-size"] if args.full_size else []),
+        "--recipe", str(args.recipe), "--stage", args.stage, "--layouts", *args.layouts, "--steps", str(args.steps),
+        "--measure", layout.name, str(folder), *(["--full-size"] if args.full_size else []),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     require(done.returncode == 0, f"layout {layout.name} did not run:\n{done.stderr[-2000:]}")
