@@ -23,9 +23,9 @@ def _job(world: int, layout: dict[str, Any], zero: int) -> Job:
     model = tiny.qwen3(num_hidden_layers=3) if parallel.pp == 1 else tiny.stablelm(num_hidden_layers=4)
     grid = Grid(world, parallel.tp, parallel.pp, parallel.cp)
     return Job(
-        model=model, parallel=parallel, optimizer=Optimizer(zero=zero), grid=grid, precision="fp32", seq_len=30,
+        model=model, parallel=parallel, optimizer=Optimizer(zero=zero), grid=grid, precision="fp32", seq_len=32,
         micro_batch=2, mask_documents=False, bucket_elements=20_000,
-        division=Division(60 // parallel.cp, 2, grid.dp * parallel.cp, grid.dp * parallel.cp, 4),
+        division=Division(64 // parallel.cp, 2, grid.dp * parallel.cp, grid.dp * parallel.cp, 4),
     )  # fmt: skip
 
 

@@ -16,8 +16,12 @@ from megatron_lite.config.presets import PRESETS
 from megatron_lite.config.schema import Optimizer, Parallel
 from megatron_lite.errors import ConfigError, TrainingError
 from megatron_lite.models.shapes import matmul_parameters, num_parameters
+from megatron_lite.ops.documents import Documents
+from megatron_lite.ops.select import default_ops
+from megatron_lite.ops.stand_in import flash_attention, flash_parts
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.context import single_process
+from megatron_lite.parallel.cp_attention import attention_over
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.plan.agreement import first_mismatch, groups_of
 from megatron_lite.plan.division import Division
@@ -266,6 +270,26 @@ def test_groups_entered_in_opposite_orders_are_found():
     late = {0: [receive, send], 1: [receive._replace(peer=0), send._replace(peer=0)]}
     assert first_mismatch(two, late)[0] is not None
     assert first_mismatch(two, late | {0: [send, receive]})[0] is None
+
+
+@pytest.mark.parametrize("method", ["gather", "ring", "heads"])
+def test_context_parallel_ranks_meet_in_attention(method):
+    grid, calls = Grid(4, cp=4), {}
+    ops = replace(default_ops(), attention=flash_attention, attention_parts=flash_parts())
+    for rank in range(4):
+        with rehearsal.fake_ranks(grid, rank) as ctx:
+            recorder = Recorder(ctx)
+            with rehearsal.WatchedFakes(recorder):
+                q, k, v = (torch.ones(16, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+                borders = torch.tensor([0, 20, 32, 64], dtype=torch.int32)
+                doc = Documents(borders, (20, 12, 32), 32, torch.arange(16), rows=2)
+                attention_over(ctx.cp, ops, method)(q, k, v, doc, 1.0).sum().backward()
+            calls[rank] = recorder.calls
+    kinds = {"gather": ["all_gather", "reduce_scatter"], "heads": ["all_to_all"], "ring": ["receive", "send"]}
+    assert sorted({call.kind for call in calls[0]}) == kinds[method]
+    assert first_mismatch(grid, calls)[0] is None
+    calls[2] = calls[2][:-1]
+    assert first_mismatch(grid, calls)[0] is not None
 
 
 def test_the_report_says_what_was_found(monkeypatch):
