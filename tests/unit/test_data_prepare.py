@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -314,6 +315,16 @@ def test_the_fast_backend_gives_the_ids_of_the_reference(trained, texts):
     for ours, theirs in zip(FastBackend(tokenizer).encode(texts), tokenizer.encode(texts), strict=True):
         assert np.array_equal(ours, theirs)
     assert tokenizer.eod_id not in tokenizer.encode(texts)[0]
+
+
+def test_marks_that_are_new_to_one_table_of_unicode_are_ordered_as_the_reference_does(trained):
+    marks = [c for c in range(0x20000) if unicodedata.category(chr(c)) in ("Mn", "Mc", "Me", "Cn")]
+    texts = [text for c in marks for text in (f"a\u0301{chr(c)}\u0323b", f"a\u0323{chr(c)}\u0301b")]
+    tokenizer = load_tokenizer(str(trained))
+    for ours, theirs in zip(FastBackend(tokenizer).encode(texts), tokenizer.encode(texts), strict=True):
+        assert np.array_equal(ours, theirs)
+    differing = FastBackend(tokenizer)._encode(["a\u07f3\u07fdb"])[0]  # what makes it necessary
+    assert not np.array_equal(differing, tokenizer.encode(["a\u07f3\u07fdb"])[0])
 
 
 @pytest.mark.parametrize("workers", [1, 2])
