@@ -79,7 +79,7 @@ def random_batch(rows: int, seed: int) -> Batch:
     return Batch(
         input_ids=ids, labels=ids, position_ids=np.tile(np.arange(SEQ_LEN), rows),
         cu_seqlens=np.arange(0, rows * SEQ_LEN + 1, SEQ_LEN, dtype=np.int32), max_seqlen=SEQ_LEN, row_length=SEQ_LEN,
-        valid_tokens=rows * SEQ_LEN, samples=tuple(range(rows)),
+        valid_tokens=rows * SEQ_LEN, samples=tuple(range(rows)), rows=rows,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Does a layout compute what one process computes? Trains a recipe's model, made small, in each layout, and compares.
 
-  python tools/check_equivalence.py --recipe examples/qwen3_1p7b/recipe.toml --layouts dp2 tp2-sp pp2-v2 cp2-ring dp2-zero0
+  python tools/check_equivalence.py --recipe examples/qwen3_1p7b/recipe.toml --layouts dp2 tp2-sp pp2-v2 cp2-ring
 
 A layout is parts joined by "-": tpN, ppN, cpN, dpN; vN (parts of the model on each pipeline rank), sp (sequence
 parallelism), gather, ring or heads (attention over cp), selective or full (recompute), zero0 (ZeRO off). Each runs in

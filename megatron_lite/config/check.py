@@ -15,7 +15,6 @@ from megatron_lite.config.stages import for_stage
 from megatron_lite.config.violation import StageView, Violation
 
 NOT_BUILT: tuple[tuple[Callable[[StageView], bool], tuple[str, ...], str], ...] = (
-    (lambda view: view.parallel.cp > 1, ("parallel.cp",), "context parallelism (cp > 1)"),
     (lambda view: view.parallel.ep > 1, ("parallel.ep",), "expert parallelism (ep > 1)"),
     (lambda view: view.model.num_experts > 0, ("model.num_experts",), "a mixture of experts (num_experts > 0)"),
 )

@@ -35,7 +35,8 @@ class Batch:
     max_seqlen: int  # longest segment
     row_length: int | None  # seq_len when every segment is one whole row (documents not masked), else None
     valid_tokens: int  # labels that are not IGNORE
-    samples: tuple[int, ...]  # row numbers of the stage these rows are
+    samples: tuple[int, ...]  # row numbers of the stage these rows are, fillers left out
+    rows: int
 
 
 def make_batch(rows: Sequence[Row], samples: Sequence[int], mask_documents: bool) -> Batch:
@@ -63,4 +64,5 @@ def make_batch(rows: Sequence[Row], samples: Sequence[int], mask_documents: bool
         row_length=None if mask_documents else seq_len,
         valid_tokens=int(np.count_nonzero(labels != IGNORE)),
         samples=tuple(samples),
+        rows=num_rows,
     )

@@ -6,6 +6,7 @@ named tensors those hold).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron_lite.ops import Ops
 from megatron_lite.ops.documents import Documents
 from megatron_lite.parallel import comm, recompute
 from megatron_lite.parallel.context import Axis, ParallelContext
+from megatron_lite.parallel.cp_attention import attention_over
 from megatron_lite.parallel.cross_entropy import linear_cross_entropy, logits
 from megatron_lite.parallel.embedding import VocabParallelEmbedding, VocabRows
 from megatron_lite.parallel.recompute import Recompute
@@ -110,6 +112,7 @@ def build(config: ModelConfig, tp: Axis, ops: Ops, *, dtype: torch.dtype, **layo
 def build_rank(config: ModelConfig, ctx: ParallelContext, ops: Ops, parallel: Parallel,
                dtype: torch.dtype) -> Transformer:  # fmt: skip
     """What this rank holds of the model, on the meta device."""
+    ops = replace(ops, attention=attention_over(ctx.cp, ops, parallel.cp_attention))
     return build(
         config, ctx.tp, ops, dtype=dtype, ends=ctx.ends,
         chunks=place(config, ctx.pp.size, parallel.virtual_stages)[ctx.pp.rank],

@@ -54,16 +54,17 @@ def build_context(grid: Grid, *, rank: int, device: torch.device, timeout_s: flo
 
     Every group gets `timeout_s`: torch does not pass the timeout of the first group on to later ones.
     """
-    known: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    known: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup] = {}
 
     def axis(name: str) -> Axis:
         mine: Axis | None = None
         for ranks in grid.rows(name):
             group = None
-            if len(ranks) > 1:  # axes with the same ranks share one group
-                if ranks not in known:
-                    known[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
-                group = known[ranks]
+            if len(ranks) > 1:  # axes with the same ranks share a group; a ring does not queue behind gradients
+                key = (name == "cp", ranks)
+                if key not in known:
+                    known[key] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+                group = known[key]
             if rank in ranks:
                 mine = Axis(name, ranks.index(rank), len(ranks), ranks, group)
         assert mine is not None

@@ -16,7 +16,8 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.pipeline.engine import run
 from megatron_lite.pipeline.schedule import Task, timetable
 from megatron_lite.runtime.guard import sum_over
-from megatron_lite.train.step import Inputs, transfer
+from megatron_lite.train.inputs import Inputs, split
+from megatron_lite.train.step import transfer
 
 
 @torch.no_grad()
@@ -24,7 +25,7 @@ def mean_loss(model: Transformer, batches: Iterable[Batch], ctx: ParallelContext
     """Sum of losses / number of valid tokens over all ranks' batches; every rank brings the same number of batches."""
     total, valid = torch.zeros(1, dtype=torch.float64, device=ctx.device), 0
     waiting = iter(batches)
-    while group := list(islice(waiting, ctx.pp.size)):  # as many as keep every pipeline rank busy
+    while group := [split(batch, ctx.cp) for batch in islice(waiting, ctx.pp.size)]:  # keeps every pp rank busy
         inputs = Inputs(group, ctx)
 
         def forward(task: Task, x: Tensor | None, inputs: Inputs = inputs) -> Tensor:

@@ -13,13 +13,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_lite.data.batch import Batch
 from megatron_lite.models.transformer import Transformer
-from megatron_lite.ops.documents import Documents
 from megatron_lite.optim.zero1 import Zero1
 from megatron_lite.parallel.comm import all_sum
 from megatron_lite.parallel.context import ParallelContext
@@ -27,6 +25,7 @@ from megatron_lite.pipeline.engine import run
 from megatron_lite.pipeline.schedule import Task, timetable
 from megatron_lite.pipeline.transfer import Transfer
 from megatron_lite.runtime.guard import sum_over
+from megatron_lite.train.inputs import Inputs, split
 
 
 @dataclass(frozen=True)
@@ -42,23 +41,6 @@ class StepResult:
     live: int = field(default=1, compare=False)  # most forwards at a time on this rank whose backward was to come
 
 
-def to_device(batch: Batch, ctx: ParallelContext) -> tuple[Tensor, Tensor, Documents]:
-    """ids [T], labels [T] and the borders of this rank's part of a micro-batch as tensors."""
-
-    def move(array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if ctx.device.type == "cpu" else tensor.pin_memory().to(ctx.device, non_blocking=True)
-
-    documents = Documents(
-        cu_seqlens=move(batch.cu_seqlens),
-        lengths=tuple(np.diff(batch.cu_seqlens).tolist()),
-        max_seqlen=batch.max_seqlen,
-        position_ids=move(batch.position_ids),
-        row_length=batch.row_length,
-    )
-    return move(batch.input_ids), move(batch.labels), documents
-
-
 def train_step(model: Transformer, optimizer: Zero1, batches: Sequence[Batch], ctx: ParallelContext, *, lr: float,
                clip: float, overlap: bool = True, sources: Sequence[Sequence[int]] = (),
                num_sources: int = 0) -> StepResult:  # fmt: skip
@@ -66,7 +48,8 @@ def train_step(model: Transformer, optimizer: Zero1, batches: Sequence[Batch], c
 
     `sources`: for each micro-batch the number of the source of each of its rows, to tell their losses apart.
     """
-    # 1. what the loss is divided by
+    # 1. this rank's tokens, and what the loss is divided by
+    batches = [split(batch, ctx.cp) for batch in batches]
     by_source = SourceLosses(sources, num_sources, ctx.device)
     counts = by_source.count(batches)
     valid_tokens, *source_tokens = sum_over(ctx, ctx.data, sum(batch.valid_tokens for batch in batches), *counts)
@@ -107,19 +90,6 @@ def train_step(model: Transformer, optimizer: Zero1, batches: Sequence[Batch], c
     optimizer.zero_grad()
     pairs = tuple((x, int(n)) for x, n in zip(source_losses, source_tokens, strict=True))
     return StepResult(total, grad_norm, int(valid_tokens), skipped, pairs, waited_s, report.live)
-
-
-class Inputs:
-    """Micro-batches as tensors, each moved when it is first asked for."""
-
-    def __init__(self, batches: Sequence[Batch], ctx: ParallelContext):
-        self.batches, self.ctx = batches, ctx
-        self.moved: dict[int, tuple[Tensor, Tensor, Documents]] = {}
-
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, Documents]:
-        if number not in self.moved:
-            self.moved[number] = to_device(self.batches[number], self.ctx)
-        return self.moved[number]
 
 
 def transfer(model: Transformer, batch: Batch, ctx: ParallelContext, *, overlap: bool) -> Transfer:

@@ -69,6 +69,7 @@ def make_batch(run: Run, numbers: list[int]) -> Batch:
         row_length=None if run.documents else s,
         valid_tokens=int((labels >= 0).sum()),
         samples=tuple(numbers),
+        rows=len(numbers),
     )
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.config.load import to_toml
+from megatron_lite.config.load import load_recipe, to_toml
 from megatron_lite.errors import ConfigError
 from tests.helpers.runs import tiny_recipe
 from tools import check_equivalence as tool
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.req("E13")
@@ -37,5 +39,17 @@ def test_a_layout_passes_with_its_differences_and_a_deviating_one_fails(
 
 
 def test_an_unknown_layout_is_named() -> None:
-    with pytest.raises(ConfigError, match="layout 'tp2-xx': 'xx' is none of tpN, dpN, sp, zero0"):
+    with pytest.raises(ConfigError, match="layout 'tp2-xx': 'xx' is none of tpN, ppN, cpN, vN, dpN, one, zero0, sp"):
         tool.parse("tp2-xx")
+    with pytest.raises(ConfigError, match="layout 'v2': vN needs ppN above 1"):
+        tool.parse("v2")
+
+
+def test_the_small_model_fits_all_layouts() -> None:
+    layouts = [tool.parse(name) for name in ("tp2-cp2-heads-sp", "pp3-v2-dp5", "one")]
+    recipe = load_recipe(ROOT / "examples/qwen3_1p7b/recipe.toml", launched=True)
+    args = tool.parser().parse_args(["--recipe", "unused", "--layouts", "one"])
+    runs = [tool.trial(recipe, 0, layout, layouts, args) for layout in layouts]
+    assert len({(run.model, run.rows, run.seq_len) for run in runs}) == 1
+    assert runs[0].model.num_hidden_layers == 6 and runs[0].rows % (5 * 3) == 0
+    assert runs[2].micro_batch == runs[2].rows and runs[0].micro_batch == 1

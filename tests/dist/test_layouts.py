@@ -27,6 +27,8 @@ AXES = {
     "sp": [0, 1],
     "pp": [1, 2],
     "virtual": [1, 2],
+    "cp": [1, 2, 4],
+    "method": ["gather", "ring", "heads"],
     "dp": [1, 2, 3],
     "zero": [0, 1],
     "mb": [1, 2, 4],
@@ -37,7 +39,7 @@ AXES = {
 
 def ranks(case: Case) -> int:
     """How many a case needs."""
-    return case["tp"] * case["pp"] * case["dp"]
+    return case["tp"] * case["pp"] * case["cp"] * case["dp"]
 
 
 def possible(case: Case) -> bool:
@@ -46,7 +48,8 @@ def possible(case: Case) -> bool:
     return (
         1 < ranks(case) <= 4
         and (case["tp"] > 1 or not case["sp"])
-        and (case["dp"] > 1 or case["zero"] == 1)
+        and (case["dp"] * case["cp"] > 1 or case["zero"] == 1)
+        and (case["cp"] > 1 or case["method"] == "gather")
         and (case["virtual"] == 1 or case["pp"] > 1)
         and 12 % rows == 0
         and (case["virtual"] == 1 or 12 // rows % case["pp"] == 0)
@@ -61,12 +64,13 @@ def compare(case: Case, steps: int) -> None:
     changed = replace(
         plain, micro_batch=case["mb"],
         parallel=Parallel(sequence_parallel=bool(case["sp"]), recompute=case["recompute"],
-                          virtual_stages=case["virtual"]),
+                          virtual_stages=case["virtual"], cp_attention=case["method"]),
         optimizer=Optimizer(zero=case["zero"]),
     )  # fmt: skip
     truth, _ = run_ranks(train, 1, replace(plain, micro_batch=12))[0]
     replicas = kv_replicas(plain.model.num_key_value_heads, case["tp"])
-    answers = run_ranks(train, ranks(case), changed, tp=case["tp"], pp=case["pp"], kv_replicas=replicas)
+    answers = run_ranks(train, ranks(case), changed, tp=case["tp"], pp=case["pp"], cp=case["cp"],
+                        kv_replicas=replicas)  # fmt: skip
     for results, _ in answers:
         for ours, expected in zip(results, truth, strict=True):
             assert abs(ours.loss - expected.loss) <= 1e-5, (ours, expected)
@@ -89,13 +93,45 @@ def test_a_layout_equals_one_process(case: Case) -> None:
     compare(case, steps=5)
 
 
-EVERY = AXES | {"recompute": ["none"], "masked": [1]}
+ONE = {axis: [1] for axis in ("pp", "virtual", "cp")} | {"method": ["gather"]}
+EVERY = AXES | ONE | {"recompute": ["none"], "masked": [1]}
+PARALLEL = AXES | {
+    "tp": [1, 2], "virtual": [1, 2], "cp": [1, 2], "dp": [1, 2], "zero": [1], "mb": [1], "method": ["gather", "ring"],
+    "recompute": ["none"],
+}  # fmt: skip
+
+
+def of_pipelines_and_contexts(case: Case) -> bool:
+    """What EVERY does not have; StableLM's documents are not masked, Qwen3's are."""
+    return possible(case) and case["pp"] * case["cp"] > 1 and case["masked"] == (case["model"] != "stablelm")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", every(EVERY, possible), ids=name)
 def test_every_layout_equals_one_process(case: Case) -> None:
     compare(case, steps=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", every(PARALLEL, of_pipelines_and_contexts), ids=name)
+def test_every_layout_of_pipelines_and_contexts_equals_one_process(case: Case) -> None:
+    compare(case, steps=20)
+
+
+EIGHT = [
+    {"tp": 2, "sp": 1, "pp": 2, "cp": 2, "method": "ring"},
+    {"tp": 2, "sp": 1, "pp": 2, "dp": 2, "virtual": 2},
+    {"pp": 2, "cp": 2, "dp": 2, "virtual": 2, "method": "heads"},
+    {"tp": 2, "sp": 1, "cp": 2, "dp": 2, "method": "gather"},
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["stablelm", "qwen3-kv1", "qwen3-kv2-untied"])
+@pytest.mark.parametrize("layout", EIGHT, ids=name)
+def test_eight_ranks_equal_one_process(layout: Case, model: str) -> None:
+    plain = {axis: values[0] for axis, values in AXES.items()} | {"zero": 1, "masked": int(model != "stablelm")}
+    compare(plain | layout | {"model": model}, steps=20)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])

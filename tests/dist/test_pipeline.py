@@ -13,7 +13,8 @@ from megatron_lite.hf.convert import import_folder
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.pipeline.engine import run
 from megatron_lite.pipeline.schedule import Task, live, timetable
-from megatron_lite.train.step import Inputs, train_step, transfer
+from megatron_lite.train.inputs import Inputs
+from megatron_lite.train.step import train_step, transfer
 from tests.helpers import hf
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import curve, lines, tiny_recipe

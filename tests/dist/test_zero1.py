@@ -14,7 +14,8 @@ from megatron_lite.ops.select import default_ops
 from megatron_lite.optim.zero1 import Zero1
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.context import ParallelContext, single_process
-from megatron_lite.train.step import clip_scale, to_device, train_step
+from megatron_lite.train.inputs import to_device
+from megatron_lite.train.step import clip_scale, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import Run, build_run, qwen3, stablelm, step_batches
 

@@ -17,7 +17,8 @@ from megatron_lite.models.transformer import build, named_pieces
 from megatron_lite.ops.select import default_ops
 from megatron_lite.optim.buffers import FlatWeights
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.step import to_device, train_step
+from megatron_lite.train.inputs import to_device
+from megatron_lite.train.step import train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import Run, build_run, qwen3, stablelm, step_batches
 

@@ -13,7 +13,7 @@ from megatron_lite.models.transformer import Transformer
 from megatron_lite.ops import select
 from megatron_lite.optim.zero1 import Zero1
 from megatron_lite.parallel.context import single_process
-from megatron_lite.train.step import to_device
+from megatron_lite.train.inputs import to_device
 from tests.helpers.corpora import write_corpus
 from tests.helpers.tiny import Run, build_run, qwen3, stablelm
 
