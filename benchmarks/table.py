@@ -2,7 +2,7 @@
 
   python -m benchmarks.table
 
-A table stands between a line `<!-- steps -->` or `<!-- prepare -->` and the next blank line after it.
+A table stands between a line such as `<!-- steps -->` and the next blank line after it.
 """
 
 from __future__ import annotations
@@ -102,13 +102,37 @@ def profile(found: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def layouts(found: list[dict[str, Any]]) -> list[str]:
+    """Steps of layouts beside their estimates."""
+    lines = [
+        "| precision | layout | step | times one process | waiting | estimated step | estimated / measured "
+        "| waiting, estimated |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    alone: dict[str, float] = {r["of"]: r["seconds"] for r in found if r.get("layouts") == "dp=1"}
+    for r in (r for r in found if "layouts" in r):
+        speedup = f"{alone[r['of']] / r['seconds']:.2f}" if r["of"] in alone else ""
+        layout = r["layouts"].replace(",", ", ").replace("=", " ").replace("_", " ")
+        lines.append(
+            f"| {r['of']} | {layout} | {r['seconds']:.2f} s | {speedup} | {r['waiting']:.1%} | {r['estimated']:.2f} s "
+            f"| {r['estimated_over_measured']:.2f} | {r['estimated_waiting']:.1%} |"
+        )
+    return lines
+
+
+def kind(r: dict[str, Any]) -> str:
+    """What a line of results measured."""
+    if "precision" in r or "ops" in r:
+        return "steps"
+    return "layouts" if "layouts" in r else "rows" if "seq_len" in r else "preparation"
+
+
 def where(found: list[dict[str, Any]]) -> list[str]:
     """On what, when and which code."""
     lines = ["| figures | date | device | torch | commit |", "|---|---|---|---|---|"]
     seen = {}
     for r in found:
-        kind = "steps" if "precision" in r or "ops" in r else "rows" if "seq_len" in r else "preparation"
-        seen[kind, r["date"], r["device"], r["torch"], r["commit"][:12]] = None
+        seen[kind(r), r["date"], r["device"], r["torch"], r["commit"][:12]] = None
     return lines + ["| " + " | ".join(key) + " |" for key in seen]
 
 
@@ -119,6 +143,7 @@ TABLES = {
     "profile": profile,
     "ops": ops,
     "rows": rows,
+    "layouts": layouts,
     "where": where,
 }
 
