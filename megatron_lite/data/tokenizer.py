@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import sys
-import unicodedata
 from collections.abc import Iterator, Sequence, Sized
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -19,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import orjson
 
+from megatron_lite.data.unicode import is_settled
 from megatron_lite.errors import DataError, require
 
 END_OF_TEXT = "<|endoftext|>"
@@ -134,13 +133,13 @@ class FastBackend:
 
     Left out of the copy it reads: special tokens, so that text that looks like one stays text, and what adds ids.
 
-    The two normalise by tables of different Unicode versions: combining marks added since are put in another order.
-    Text that is normalised already, and has no character that is new to Python's own table, is left alone by every
-    version; the rest goes through the tokenizers library.
+    The two normalise by tables of different Unicode versions. Text that none of them would change is read as it is;
+    the rest is normalised by the tokenizers library first, and read there if it is unsettled even then.
     """
 
     def __init__(self, tokenizer: JsonTokenizer):
         import gigatoken
+        import tokenizers
 
         self.name = f"gigatoken {version('gigatoken')}"
         table = orjson.loads(tokenizer.path.read_bytes())
@@ -150,33 +149,37 @@ class FastBackend:
         table["added_tokens"] = [token for token in table.get("added_tokens", []) if not token.get("special")]
         table |= {"post_processor": None, "truncation": None, "padding": None}
         self._model = gigatoken.Tokenizer.from_json(orjson.dumps(table))
-        self._normalises, self._reference = normalizer is not None, tokenizer
-        self._new = np.array([unicodedata.category(chr(c)) == "Cn" for c in range(sys.maxunicode + 1)])
+        self._reference = tokenizer
+        self._normalizer = None if normalizer is None else tokenizers.normalizers.NFC()
+        self._whole = [token["content"] for token in table["added_tokens"]]  # cut out of a text before it is normalised
 
     def encode(self, texts: list[str]) -> Ids:
         """On one thread."""
-        sure = [text.isascii() or not self._normalises or self._settled(text) for text in texts]
-        if all(sure):
-            return self._encode(texts)
-        fast, slow = (
-            _apart(encode([text for text, here in zip(texts, sure, strict=True) if here == which]))
-            for encode, which in ((self._encode, True), (self._reference.encode, False))
-        )
-        parts = [next(fast if here else slow) for here in sure]
+        raws = [self._ready(text) for text in texts]
+        if all(raw is not None for raw in raws):
+            return self._encode([raw for raw in raws if raw is not None])
+        fast = _apart(self._encode([raw for raw in raws if raw is not None]))
+        slow = _apart(self._reference.encode([text for text, raw in zip(texts, raws, strict=True) if raw is None]))
+        parts = [next(slow if raw is None else fast) for raw in raws]
         return np.concatenate(parts), _lengths(parts)
 
-    def _encode(self, texts: list[str]) -> Ids:
-        if not texts:
+    def _ready(self, text: str) -> bytes | None:
+        """The UTF-8 of what there is to read, or None if the two may read it differently."""
+        raw = text.encode("utf-8")
+        if self._normalizer is None or is_settled(text, raw):
+            return raw
+        if any(token in text for token in self._whole):
+            return None
+        normal = self._normalizer.normalize_str(text)
+        raw = normal.encode("utf-8")
+        return raw if is_settled(normal, raw) else None
+
+    def _encode(self, raws: list[bytes]) -> Ids:
+        if not raws:
             return end_to_end([])
-        layout = self._model.encode_batch([text.encode("utf-8") for text in texts], parallel=False).layout
+        layout = self._model.encode_batch(raws, parallel=False).layout
         offsets = np.asarray(layout.offsets)
         return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
-
-    def _settled(self, text: str) -> bool:
-        """Whether no version of Unicode would change it."""
-        if not unicodedata.is_normalized("NFC", text):
-            return False
-        return not self._new[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")].any()
 
 
 def fast_backend(tokenizer: Tokenizer) -> FastBackend | None:

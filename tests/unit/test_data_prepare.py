@@ -323,7 +323,7 @@ def test_marks_that_are_new_to_one_table_of_unicode_are_ordered_as_the_reference
     tokenizer = load_tokenizer(str(trained))
     for ours, theirs in zip(FastBackend(tokenizer).encode(texts), tokenizer.encode(texts), strict=True):
         assert np.array_equal(ours, theirs)
-    differing = FastBackend(tokenizer)._encode(["a\u07f3\u07fdb"])[0]  # what makes it necessary
+    differing = FastBackend(tokenizer)._encode(["a\u07f3\u07fdb".encode()])[0]  # what makes it necessary
     assert not np.array_equal(differing, tokenizer.encode(["a\u07f3\u07fdb"])[0])
 
 

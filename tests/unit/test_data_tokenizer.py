@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lite.data.tokenizer import ByteTokenizer, load_tokenizer
+from megatron_lite.data.unicode import is_settled
 from megatron_lite.errors import DataError
 
 TEXTS = ["def f(x):\n    return x  # <|endoftext|> </s>\n", "", " naïve 中文 🙂", "a" * 300]
@@ -109,3 +111,27 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path):
             (tmp_path / bad).write_text("{}")
         with pytest.raises(DataError, match=words):
             load_tokenizer(str(tmp_path / name))
+
+
+def test_settled_text_is_left_alone_by_every_normaliser():
+    nfc = tokenizers.normalizers.NFC()
+    settled = 0
+    for c in [*range(0x80, 0xD800), *range(0xE000, 0x20000), 0xE0001, 0x10FFFF]:
+        for before in ("a", "\u1100", "\uac00", "\u0627", "\u09c7", chr(c)):  # letters that others compose with
+            text = f"{before}{chr(c)}"
+            if is_settled(text, text.encode()):
+                settled += 1
+                assert nfc.normalize_str(text) == text == unicodedata.normalize("NFC", text)
+    assert settled > 300_000
+    for text in ("a\u0301", "\u1100\u1161", "\uac00\u11a8", "\u212b", "\u09c7\u09be", "\u0378", "a\U000e0fff"):
+        assert not is_settled(text, text.encode())
+    for text in (
+        "plain",
+        "\u00e9",
+        "\u4e2d\u6587",
+        "\ud55c\uae00",
+        "\u201cquoted\u201d \u2013",
+        "x\u0301",
+        "\U0001f600",
+    ):
+        assert is_settled(text, text.encode())
