@@ -23,8 +23,9 @@ from megatron_lite.data.cache import Cache
 from megatron_lite.data.indexed import IndexedDataset, manifest_path
 from megatron_lite.errors import DataError, require
 
-CHUNK = 1 << 24  # tokens, or bytes, read at a time
-DOCUMENTS = 1 << 19  # looked at at a time
+CHUNK = 1 << 24  # tokens read at a time
+BLOCK = 1 << 18  # bytes of an index hashed at a time, few enough for a cache
+DOCUMENTS = 1 << 16  # looked at at a time, for the same reason
 SAMPLES, SAMPLE_BYTES = 32, 4096  # blocks of each file that are hashed
 
 
@@ -51,7 +52,7 @@ def survey(dataset: IndexedDataset, cache: Cache) -> Survey:
         dataset.check()
         digest = xxhash.xxh3_128(f"{dataset.dtype.str} {dataset.num_tokens}".encode())
         with open(dataset.idx, "rb") as index:
-            while block := index.read(CHUNK):
+            while block := index.read(BLOCK):
                 digest.update(block)
         digest.update(_samples(dataset.bin))
         return orjson.dumps(asdict(Survey(digest.hexdigest(), _max_id(dataset))))
