@@ -231,6 +231,7 @@ def test_a_right_recipe_breaks_no_rule():
         ["sources.code.max_epochs=2", "sources.code.when_exhausted=stop"],
         ["sources.code={path='c', split=[99.5,0.5], part=0}", "validation.code={path='c', split=[99.5,0.5], part=1}"],
         ["init_from=checkpoints/a"],
+        ["parallel.cp=2", "stages.0.seq_len=64", "stages.0.batch_tokens=768"],
         ["model.vocab_size=1999", "parallel.tp=4"],  # padded, never an error
     ],
 )
@@ -257,7 +258,6 @@ def test_a_stage_is_checked_with_its_own_layout():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["parallel.cp=2", "stages.0.seq_len=64", "stages.0.batch_tokens=768"], "context parallelism (cp > 1)"),
         (["model.preset=qwen3-30b-a3b"], "a mixture of experts"),
         (["model.preset=qwen3-235b-a22b", "parallel.ep=8"], "expert parallelism (ep > 1)"),
     ],
