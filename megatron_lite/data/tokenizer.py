@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import orjson
 
-from megatron_lite.data.unicode import is_settled
+from megatron_lite.data.unicode import is_settled, tables
 from megatron_lite.errors import DataError, require
 
 END_OF_TEXT = "<|endoftext|>"
@@ -150,7 +150,10 @@ class FastBackend:
         table |= {"post_processor": None, "truncation": None, "padding": None}
         self._model = gigatoken.Tokenizer.from_json(orjson.dumps(table))
         self._reference = tokenizer
-        self._normalizer = None if normalizer is None else tokenizers.normalizers.NFC()
+        self._normalizer = None
+        if normalizer is not None:
+            self._normalizer = tokenizers.normalizers.NFC()
+            tables()  # takes a quarter of a second, now instead of at the first text that needs them
         self._whole = [token["content"] for token in table["added_tokens"]]  # cut out of a text before it is normalised
 
     def encode(self, texts: list[str]) -> Ids:

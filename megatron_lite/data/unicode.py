@@ -21,7 +21,7 @@ def is_settled(text: str, raw: bytes) -> bool:
     """Whether no version would change `text`, whose UTF-8 is `raw`."""
     if text.isascii():
         return True
-    known, alone = _tables()
+    known, alone = tables()
     octets = np.frombuffer(raw, dtype=np.uint8)
     others = octets[octets >= 0x80].tobytes()  # the characters beyond ASCII, still whole
     points = np.minimum(np.frombuffer(others.decode().encode("utf-32-le"), dtype="<u4"), END)
@@ -31,8 +31,8 @@ def is_settled(text: str, raw: bytes) -> bool:
 
 
 @cache
-def _tables() -> tuple[np.ndarray, np.ndarray]:
-    """bool by code point: in Python's table; and such that it never changes, whatever stands before it."""
+def tables() -> tuple[np.ndarray, np.ndarray]:
+    """By code point, what `is_settled` asks: is it in Python's table; does it never change, whatever stands before it."""
     known = np.array([unicodedata.category(chr(c)) != "Cn" for c in range(END)] + [False])
     alone = known.copy()
     for c in range(MARKS, END):
