@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.schema import Parallel
 from megatron_lite.parallel.chunks import chunk_tokens
+from megatron_lite.parallel.cp_split import choose_method
 from megatron_lite.pipeline.schedule import live
 from megatron_lite.plan.division import Division, PipelineRank, live_blocks, rank_parameters, vocab_rows
 
@@ -48,9 +49,13 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def cp_method(parallel: Parallel) -> Literal["gather", "ring", "heads"]:
-    """How context-parallel ranks share keys and values."""
-    return "gather" if parallel.cp_attention == "auto" else parallel.cp_attention
+def cp_method(model: ModelConfig, parallel: Parallel, division: Division) -> Literal["gather", "ring", "heads"]:
+    """How context-parallel ranks share keys and values: what "auto" comes to."""
+    if parallel.cp_attention != "auto":
+        return parallel.cp_attention
+    kv_heads = max(1, model.num_key_value_heads // parallel.tp)
+    elements = 2 * kv_heads * model.head_dim * division.tokens * parallel.cp
+    return choose_method(elements * division.bytes_per_element)
 
 
 def activation_bytes(
@@ -137,7 +142,7 @@ def rank_memory(
         tokens,
         tp=parallel.tp,
         cp=parallel.cp,
-        cp_attention=cp_method(parallel),
+        cp_attention=cp_method(model, parallel, division),
         sequence_parallel=parallel.sequence_parallel,
         bytes_per_element=size,
         layers=1,

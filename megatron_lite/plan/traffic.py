@@ -112,18 +112,19 @@ def _tensor(model: ModelConfig, parallel: Parallel, division: Division, at: Pipe
 
 
 def _context(model: ModelConfig, parallel: Parallel, division: Division, at: PipelineRank) -> Flow:
-    cp, method = parallel.cp, cp_method(parallel)
+    cp, method = parallel.cp, cp_method(model, parallel, division)
     heads, kv_heads = model.num_attention_heads // parallel.tp, max(1, model.num_key_value_heads // parallel.tp)
     head = division.tokens * model.head_dim * division.bytes_per_element  # of one head on this rank's tokens
     keys_values = _ring(2 * kv_heads * head * cp, cp)  # those of whole rows reach everybody
     # q and the output in parts of n/cp heads; a kv head goes to several ranks when there are fewer than cp.
     exchange = (2 * heads * head // cp + 2 * max(1, kv_heads // cp) * head) * (cp - 1)
     again = parallel.recompute != "none"
-    # forward, again, backward: of the ring that is keys and values once more, and their gradients
-    one, passes, calls = {
-        "gather": (keys_values, 2 + again, 2 + again),
-        "ring": (keys_values, 3 + again, (3 + again) * (cp - 1)),
-        "heads": (exchange, 2 + again, 2 * (2 + again)),
+    gradients = keys_values * 4 // division.bytes_per_element  # of keys and values; summed, and sent, in fp32
+    # forward, again, backward: around the ring that is keys and values once more, their gradients one step behind
+    sent, calls = {
+        "gather": ((1 + again) * keys_values + gradients, 2 + again),
+        "ring": ((2 + again) * keys_values + gradients, (3 + again) * (cp - 1)),
+        "heads": ((2 + again) * exchange, 2 * (2 + again)),
     }[method]
     what = {
         "gather": "keys and values, gathered",
@@ -134,7 +135,7 @@ def _context(model: ModelConfig, parallel: Parallel, division: Division, at: Pip
     return Flow(
         "cp",
         what[method],
-        sent=times * passes * one,
+        sent=times * sent,
         least=times * 2 * min(keys_values, exchange),
         calls=times * calls,
         behind="attention" if method == "ring" else "nothing",
