@@ -155,6 +155,7 @@ class FastBackend:
             self._normalizer = tokenizers.normalizers.NFC()
             tables()  # takes a quarter of a second, now instead of at the first text that needs them
         self._whole = [token["content"] for token in table["added_tokens"]]  # cut out of a text before it is normalised
+        self._encode([b"a"])  # the first call imports much; now, not amid a corpus
 
     def encode(self, texts: list[str]) -> Ids:
         """On one thread."""
