@@ -56,6 +56,11 @@ def _by_group(ctx_axes: dict[str, tuple[int, ...]], calls: tuple[Call, ...]) -> 
         (2, {}, 0),
         (2, {"pp": 2}, 1),
         (2, {"pp": 2, "virtual_stages": 2, "recompute": "selective"}, 1),
+        (2, {"cp": 2, "cp_attention": "gather"}, 1),
+        (2, {"cp": 2, "cp_attention": "ring", "recompute": "full"}, 1),
+        (2, {"cp": 2, "cp_attention": "heads", "recompute": "selective"}, 1),
+        (4, {"cp": 2, "pp": 2}, 1),
+        (4, {"cp": 2, "tp": 2, "sequence_parallel": True}, 1),
     ],
 )
 def test_a_rehearsed_rank_equals_a_real_one(world, layout, zero):

@@ -57,10 +57,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, object]]] = {
     "pp3": (3, {"pp": 3}, {}),
     "pp2 in 2 parts": (2, {"pp": 2}, {"virtual_stages": 2}),
     "pp2 tp2": (4, {"pp": 2, "tp": 2}, {"sequence_parallel": True}),
+    "cp2": (2, {"cp": 2}, {"cp_attention": "ring"}),
+    "cp2 pp2": (4, {"cp": 2, "pp": 2}, {}),
+    "cp2 tp2": (4, {"cp": 2, "tp": 2}, {"sequence_parallel": True, "cp_attention": "heads"}),
 }
 PAIRS = [
     ("dp2", "one"), ("dp2", "dp3"), ("tp2", "one"), ("one", "tp2"), ("tp2", "dp2"), ("pp2", "one"), ("one", "pp3"),
     ("pp2 in 2 parts", "dp2"), ("tp2", "pp2 in 2 parts"), ("pp2 tp2", "pp2"), ("pp3", "pp2 tp2"),
+    ("cp2", "one"), ("tp2", "cp2"), ("cp2 pp2", "dp2"), ("pp2 in 2 parts", "cp2 tp2"), ("cp2 tp2", "cp2 pp2"),
 ]  # fmt: skip
 
 

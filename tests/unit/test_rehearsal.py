@@ -158,6 +158,11 @@ LAYOUTS = [
     (4, (("pp", 2), ("tp", 2), ("sequence_parallel", True)), (("tie_word_embeddings", False),)),
     (4, (("pp", 2),), ()),
     (4, (("pp", 2), ("virtual_stages", 2)), ()),
+    (2, (("cp", 2), ("cp_attention", "gather")), ()),
+    (4, (("cp", 4), ("cp_attention", "ring"), ("recompute", "full")), ()),
+    (2, (("cp", 2), ("cp_attention", "heads"), ("recompute", "selective")), ()),
+    (4, (("cp", 2), ("pp", 2)), ()),
+    (4, (("cp", 2), ("tp", 2), ("sequence_parallel", True)), ()),
 ]
 
 
@@ -175,6 +180,11 @@ def test_the_plan_foretells_what_ranks_send(world, layout, model):
         ("qwen3-32b", 32, 64, {"tp": 8, "pp": 4, "sequence_parallel": True, "recompute": "full"}),
         ("qwen3-8b", 6, 8, {"tp": 2, "pp": 2}),
         ("stablelm-3b-4e1t", 8, 4, {"tp": 4, "sequence_parallel": True}),
+        ("stablelm-3b-4e1t", 4, 2, {"recompute": "full"}),
+        ("qwen3-8b", 4, 4, {"cp": 4, "cp_attention": "gather"}),
+        ("qwen3-8b", 4, 4, {"cp": 4, "cp_attention": "ring", "recompute": "full"}),
+        ("qwen3-8b", 4, 4, {"cp": 4, "cp_attention": "heads", "recompute": "selective"}),
+        ("qwen3-32b", 16, 64, {"tp": 8, "pp": 4, "cp": 2, "sequence_parallel": True, "recompute": "full"}),
     ],
 )
 def test_the_plan_foretells_the_memory_of_a_rank(preset, layers, world, layout):
