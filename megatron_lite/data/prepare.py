@@ -1,13 +1,12 @@
 """Text, or ready ids, to an indexed corpus: blocks of the inputs through an encoder, in one process or in several.
 
-Blocks are dealt to the workers in turn and their results are taken back in the same turn, so the corpus is the same to
-the byte for any number of workers, and what is in memory is a few blocks whatever the corpus.
+A block goes to the worker with the least to do and results are put back in order, so the corpus is the same to the byte
+for any number of workers, and what is in memory is a few blocks whatever the corpus.
 After every input that is done (at most once in RECORD_EVERY seconds) the point is made durable: `resume` begins there.
 """
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import queue
 import signal
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ from megatron_lite.data.tokenizer import load_tokenizer
 from megatron_lite.data.writer import IndexedWriter
 from megatron_lite.errors import DataError, require
 
-IN_FLIGHT = 2  # blocks per worker
+IN_FLIGHT = 2  # blocks that a worker has
+AHEAD = 8  # blocks per worker that may be done before an earlier one is: some take longer than others
 RECORD_EVERY = 1.0  # seconds
 LIBRARIES = ("tokenizers", "sentencepiece", "gigatoken", "pyarrow")
 
@@ -121,26 +121,41 @@ def _summary(saved: dict[str, Any]) -> Summary:
 
 
 def _parallel(blocks: Iterator[Block], options: Options, workers: int) -> Iterator[Encoded]:
-    """Block i goes to worker i % workers; results come back in order of i."""
+    """Results in the order of the blocks, whoever encoded them and when."""
     context = multiprocessing.get_context("spawn")
-    team: list[tuple[Any, Connection]] = []
+    processes = []
+    at_work: dict[Connection, deque[int]] = {}  # numbers of the blocks that each worker has
+    done: dict[int, Encoded] = {}
+    taken = 0
+
+    def collect() -> Iterator[Encoded]:
+        """Wait for results, then hand on those whose turn it is."""
+        nonlocal taken
+        for ready in wait([connection for connection, numbers in at_work.items() if numbers]):
+            assert isinstance(ready, Connection)
+            done[at_work[ready].popleft()] = _receive(ready)
+        while taken in done:
+            yield done.pop(taken)
+            taken += 1
+
     try:
         for _ in range(workers):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, options), daemon=True)
             process.start()
             theirs.close()
-            team.append((process, ours))
-        in_flight: deque[Connection] = deque()
-        for (_, connection), block in zip(itertools.cycle(team), blocks, strict=False):
-            if len(in_flight) == IN_FLIGHT * workers:
-                yield _receive(in_flight.popleft())
-            _send(connection, block)
-            in_flight.append(connection)
-        while in_flight:
-            yield _receive(in_flight.popleft())
+            processes.append(process)
+            at_work[ours] = deque()
+        for number, block in enumerate(blocks):
+            while number - taken >= AHEAD * workers or min(map(len, at_work.values())) >= IN_FLIGHT:
+                yield from collect()
+            freest = min(at_work, key=lambda connection: len(at_work[connection]))
+            _send(freest, block)
+            at_work[freest].append(number)
+        while any(at_work.values()):
+            yield from collect()
     finally:
-        for process, connection in team:
+        for process, connection in zip(processes, at_work, strict=True):
             connection.close()
             process.terminate()
             process.join()

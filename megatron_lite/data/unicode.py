@@ -32,7 +32,7 @@ def is_settled(text: str, raw: bytes) -> bool:
 
 @cache
 def tables() -> tuple[np.ndarray, np.ndarray]:
-    """By code point, what `is_settled` asks: is it in Python's table; does it never change, whatever stands before it."""
+    """By code point: is it in Python's table; does it never change, whatever stands before it."""
     known = np.array([unicodedata.category(chr(c)) != "Cn" for c in range(END)] + [False])
     alone = known.copy()
     for c in range(MARKS, END):
