@@ -52,27 +52,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             (x if dx is None else dx).split(chunk),
             strict=True,
         ):
-            logits_Cv = (x_CD @ weight.t()).float()
-            logits_Cv[:, head.real :] = -torch.inf
-            valid_C = labels_C >= 0
-            local_C = labels_C - head.start
-            here_C = valid_C & (local_C >= 0) & (local_C < head.real)
-            local_C = torch.where(here_C, local_C, -1)
-            own_top_C, *sums = ops.cross_entropy.stats(logits_Cv, local_C)
-            top, exps, target = comm.all_stack(torch.stack((own_top_C, *sums)), head.tp).unbind(1)
-            top_C = top.amax(0)
-            lse_C = top_C + (exps * (top - top_C).exp()).sum(0).log()
-            torch.mul(lse_C - target.sum(0), valid_C, out=losses_C)
+            _chunk(x_CD, weight, labels_C, head, ops, losses_C, dx_CD, dw)
             total += losses_C.sum()
-            if dx is None or dw is None:
-                continue
-            scale_C = (own_top_C - lse_C).exp() * valid_C
-            dz_Cv = ops.cross_entropy.grad(logits_Cv, scale_C, local_C).to(x.dtype)
-            torch.mm(dz_Cv, weight, out=dx_CD)
-            if dz_Cv.dtype == dw.dtype:
-                dw.addmm_(dz_Cv.t(), x_CD)
-            else:
-                dw += dz_Cv.t() @ x_CD
         if dx is not None and dw is not None:
             ctx.save_for_backward(dx, dw)
             ctx.sink = head.sink
@@ -87,6 +68,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             dw = dw * grad
         return dx * grad, dw, None, None, None, None, None, None
+
+
+def _chunk(x_CD: Tensor, weight: Tensor, labels_C: Tensor, head: VocabRows, ops: Ops, losses_C: Tensor, dx_CD: Tensor,
+           dw: Tensor | None) -> None:  # fmt: skip
+    """Write losses_C; with dw, write dx_CD and add to dw. The logits are gone before the next chunk has its own."""
+    logits_Cv = (x_CD @ weight.t()).float()
+    logits_Cv[:, head.real :] = -torch.inf
+    valid_C = labels_C >= 0
+    local_C = labels_C - head.start
+    here_C = valid_C & (local_C >= 0) & (local_C < head.real)
+    local_C = torch.where(here_C, local_C, -1)
+    own_top_C, *sums = ops.cross_entropy.stats(logits_Cv, local_C)
+    top, exps, target = comm.all_stack(torch.stack((own_top_C, *sums)), head.tp).unbind(1)
+    top_C = top.amax(0)
+    lse_C = top_C + (exps * (top - top_C).exp()).sum(0).log()
+    torch.mul(lse_C - target.sum(0), valid_C, out=losses_C)
+    if dw is None:
+        return
+    scale_C = (own_top_C - lse_C).exp() * valid_C
+    dz_Cv = ops.cross_entropy.grad(logits_Cv, scale_C, local_C).to(x_CD.dtype)
+    torch.mm(dz_Cv, weight, out=dx_CD)
+    if dz_Cv.dtype == dw.dtype:
+        dw.addmm_(dz_Cv.t(), x_CD)
+    else:
+        dw += dz_Cv.t() @ x_CD
 
 
 def logits(x_TD: Tensor, head: VocabRows) -> Tensor:
