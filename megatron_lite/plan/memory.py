@@ -40,8 +40,7 @@ class Memory(NamedTuple):
     gradients: int
     optimizer: int
     activations: int  # kept for backward
-    working: int  # what one block computes again, as much as a whole block for its gradients, messages of pp ranks
-    logits: int  # the head: a chunk of logits, and the gradients that the loss leaves behind
+    working: int  # what else is alive then: of a block in backward, or of the head
 
     @property
     def total(self) -> int:
@@ -148,25 +147,51 @@ def rank_memory(
         layers=1,
     )
     kept = saved(recompute=parallel.recompute)
-    block, kept_of_block = sum(saved(recompute="none").blocks.values()), sum(kept.blocks.values())
     # fp32 weights are their own master; AdamW adds two moments.
     state = 8 if size == 4 else 12
     shares = (division.data_ranks, division.expert_data_ranks) if zero else (1, 1)
-    head = ("gradient of the head", "gradient of the head's input")
-    final_norm = sum(number for what, number in kept.ends.items() if what not in (*head, "cos, sin"))
-    rows = vocab_rows(model, parallel.tp)
-    # logits in the run's type and in fp32, which become their gradient, and that in the run's type
-    chunk = chunk_tokens(tokens, model.hidden_size, rows) * rows * (4 + 2 * size)
     forwards = live(parallel.pp, at.rank, len(at.chunks), division.micro_batches)  # whose backward is still to come
+    activations = alive * sum(kept.blocks.values()) + forwards * kept.ends["cos, sin"]
     message = tokens // (parallel.tp if parallel.sequence_parallel else 1) * model.hidden_size * size
+    working = _block_backward(model, parallel, tokens, size, kept, saved(recompute="none"))
+    working += 2 * message if parallel.pp > 1 else 0
+    if at.last:
+        at_head = sum(number for what, number in kept.ends.items() if what != "cos, sin")
+        logits = _head(model, parallel, tokens, size)
+        if at_head + logits > working:  # one is over when the other begins
+            activations, working = activations + at_head, logits
     return Memory(
         weights=held.total * size,
         gradients=held.total * 4,
         optimizer=state * (-(-held.dense // shares[0]) + -(-held.experts // shares[1])),
-        activations=alive * kept_of_block
-        + forwards * kept.ends["cos, sin"]
-        + (final_norm if at.last else 0),  # its backward is next
-        # one message each way arriving, one each way leaving
-        working=2 * block - kept_of_block + (4 * message if parallel.pp > 1 else 0),
-        logits=sum(kept.ends[what] for what in head) + chunk if at.last else 0,
+        activations=activations,
+        working=working,
     )
+
+
+def _block_backward(
+    model: ModelConfig, parallel: Parallel, tokens: int, size: int, kept: Activations, whole: Activations
+) -> int:
+    """Bytes beside what was kept when a block's backward needs most: one of three moments in its second half."""
+    D, f = (
+        model.hidden_size,
+        model.moe_intermediate_size if model.num_experts else model.intermediate_size // parallel.tp,
+    )
+    T_D, t_D = tokens * D, tokens * D // (parallel.tp if parallel.sequence_parallel else 1)
+    T_f = whole.blocks["swiglu"] // size
+    again = {
+        "none": 0,
+        "selective": size * T_f,  # the other core comes when this one is gone
+        "full": sum(whole.blocks.values()) - sum(kept.blocks.values()),
+    }[parallel.recompute]
+    down = T_D + T_f + D * f + t_D  # gradients of its output, its input, its weight and the residual stream
+    gate_up = T_D + 2 * T_f + 2 * D * f + t_D - 3 * T_f  # the same, when gate, up and swiglu are gone
+    norm = (12 if size == 2 else 6) * t_D - 3 * T_f - T_D  # in fp32, when the MLP is gone
+    return again + size * max(down, gate_up, norm)
+
+
+def _head(model: ModelConfig, parallel: Parallel, tokens: int, size: int) -> int:
+    """Bytes of the head's input and of a chunk: fp32 logits, their gradient in the run's type, its share of the weight's."""
+    D, rows = model.hidden_size, vocab_rows(model, parallel.tp)
+    chunk = chunk_tokens(tokens, D, rows) * rows
+    return tokens * D * size + 4 * chunk + (size * (chunk + rows * D) if size < 4 else 0)

@@ -158,8 +158,7 @@ def _stage(index: int, plan: StagePlan) -> list[str]:
         "optimizer": ("moments" if plan.recipe.precision == "fp32" else "master and moments")
         + (f", a share of 1/{grid.dp * parallel.cp}" if plan.recipe.optimizer.zero else ", whole on every rank"),
         "activations": "kept for backward",
-        "working": "the block in backward",
-        "logits": "a chunk of them, gradients of the head",
+        "working": "the block in backward, or the logits of a chunk",
     }
     lines += [_row(f"  {kind}", f"{_gb(getattr(memory, kind))}  {what}") for kind, what in explained.items()]
     lines += [_row("  total", _gb(memory.total)), "  bytes each rank sends per step, and the least it could"]

@@ -195,8 +195,6 @@ def test_a_pipeline_is_reported_with_its_bubble_live_micro_batches_and_fullest_r
     assert "most live micro-batches of each pp rank  4, 3, 2, 1" in report
     plan = plan_stage(recipe, 0, 4)
     assert plan.fullest in (0, 3) and f"pp rank {plan.fullest}, the fullest" in report
-    # The head's gradient and a chunk of logits are on the last rank alone.
-    assert (plan.memory.logits > 0) == (plan.fullest == 3)
 
 
 def test_nothing_is_sent_below_the_least():

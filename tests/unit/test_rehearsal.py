@@ -194,7 +194,7 @@ def test_the_plan_foretells_the_memory_of_a_rank(preset, layers, world, layout):
     found = [each for each in differences(made, ranks) if each.what == "memory"]
     assert len(found) == made.grid.pp
     for each in found:
-        assert abs(each.share) < 0.05, each
+        assert abs(each.share) < 0.01, each
 
 
 @pytest.mark.parametrize(("world", "layout", "model"), LAYOUTS)
