@@ -117,14 +117,16 @@ def _context(model: ModelConfig, parallel: Parallel, division: Division, at: Pip
     head = division.tokens * model.head_dim * division.bytes_per_element  # of one head on this rank's tokens
     keys_values = _ring(2 * kv_heads * head * cp, cp)  # those of whole rows reach everybody
     # q and the output in parts of n/cp heads; a kv head goes to several ranks when there are fewer than cp.
-    exchange = (2 * heads * head // cp + 2 * max(1, kv_heads // cp) * head) * (cp - 1)
+    outputs = heads * head // cp * (cp - 1)
+    exchange = 2 * outputs + 2 * max(1, kv_heads // cp) * head * (cp - 1)
     again = parallel.recompute != "none"
+    outputs_again = parallel.recompute == "full"  # else nothing that comes after them is computed again
     gradients = keys_values * 4 // division.bytes_per_element  # of keys and values; summed, and sent, in fp32
     # forward, again, backward: around the ring that is keys and values once more, their gradients one step behind
     sent, calls = {
         "gather": ((1 + again) * keys_values + gradients, 2 + again),
         "ring": ((2 + again) * keys_values + gradients, (3 + again) * (cp - 1)),
-        "heads": ((2 + again) * exchange, 2 * (2 + again)),
+        "heads": (2 * exchange + again * (exchange - outputs) + outputs_again * outputs, 4 + again + outputs_again),
     }[method]
     what = {
         "gather": "keys and values, gathered",

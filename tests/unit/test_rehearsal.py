@@ -190,7 +190,9 @@ def test_the_plan_foretells_what_ranks_send(world, layout, model):
 def test_the_plan_foretells_the_memory_of_a_rank(preset, layers, world, layout):
     model = ModelConfig.model_validate(PRESETS[preset] | {"num_hidden_layers": layers})
     made = replace(job(world, model, seq_len=4096, micro_batch=1, precision="bf16", **layout), bucket_elements=None)
-    ranks = [rehearsal.rehearse_rank(made, rank) for rank in range(0, world, made.grid.dp * made.grid.tp)]
+    ranks = [
+        rehearsal.rehearse_rank(made, rank) for rank in range(0, world, made.grid.dp * made.grid.cp * made.grid.tp)
+    ]
     found = [each for each in differences(made, ranks) if each.what == "memory"]
     assert len(found) == made.grid.pp
     for each in found:
