@@ -191,7 +191,7 @@ def _block_backward(
 
 
 def _head(model: ModelConfig, parallel: Parallel, tokens: int, size: int) -> int:
-    """Bytes of the head's input and of a chunk: fp32 logits; in bf16 also their gradient and its share of the weight's."""
+    """Bytes of the head's input and a chunk: fp32 logits; in bf16 their gradient and its share of the weight's too."""
     D, rows = model.hidden_size, vocab_rows(model, parallel.tp)
     chunk = chunk_tokens(tokens, D, rows) * rows
     return tokens * D * size + 4 * chunk + (size * (chunk + rows * D) if size < 4 else 0)
