@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from megatron_lite.config.violation import Found, StageView, ranks_of_one_replica
 
+WITHOUT_PARTS = ("sdpa",)  # attention kernels that do not tell their log-sum-exp
+
 
 def ranks_divide_into_replicas(view: StageView) -> Found:
     """dp is what remains of the ranks, and must be whole."""
@@ -83,6 +85,17 @@ def heads_divide_among_cp(view: StageView) -> Found:
         )
 
 
+def attention_can_be_merged_over_cp(view: StageView) -> Found:
+    """Gathering and ring merge what a query finds in blocks of keys; for that a kernel has to tell its sums."""
+    p, kernels = view.parallel, {**view.recipe.kernels.model_dump(), **view.stage.kernels}
+    if p.cp > 1 and p.cp_attention != "heads" and kernels["attention"] in WITHOUT_PARTS:
+        yield view.says(
+            f"{view.layout_where}: cp={p.cp} with cp_attention='{p.cp_attention}' needs an attention kernel that tells "
+            f"its log-sum-exp, which {kernels['attention']} does not; use another kernel or cp_attention = 'heads'",
+            *("parallel.cp", "parallel.cp_attention", "kernels.attention"),
+        )
+
+
 def every_pp_rank_has_layers(view: StageView) -> Found:
     """A pipeline rank without a block, or a chunk without one, would wait forever."""
     pp, virtual, layers = view.parallel.pp, view.parallel.virtual_stages, view.model.num_hidden_layers
@@ -150,6 +163,7 @@ LAYOUT_RULES: tuple[Callable[[StageView], Found], ...] = (
     ffn_divides_among_tp,
     tokens_divide_among_cp_and_tp,
     heads_divide_among_cp,
+    attention_can_be_merged_over_cp,
     every_pp_rank_has_layers,
     virtual_stages_belong_to_a_pipeline,
     micro_batches_divide_among_interleaved_ranks,

@@ -161,6 +161,11 @@ CASES = [
         ["1 x 63 = 63 tokens", "cp x tp = 2", "sequence_parallel"],
     ),
     (
+        "attention_can_be_merged_over_cp",
+        ["parallel={cp=2}", "kernels={attention='sdpa'}"],
+        ["cp=2 with cp_attention='auto'", "which sdpa does not", "or cp_attention = 'heads'"],
+    ),
+    (
         "heads_divide_among_cp",
         ["parallel={tp=2, cp=4, cp_attention='heads'}"],
         ["num_attention_heads=4 / tp=2 = 2 heads among cp=4", "use cp_attention = 'gather' or 'ring'"],

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_lite.config.layout_rules import WITHOUT_PARTS
 from megatron_lite.errors import ConfigError
 from megatron_lite.models.generate import pack
 from megatron_lite.models.transformer import build
@@ -296,7 +297,8 @@ def test_every_attention_kernel_has_its_parts_or_says_that_it_has_none():
     loaded = {name: select.build({**select.resolve({}, "cpu", "fp32"), "attention": name}) for name in
               ("blocked", "sdpa", "naive")}  # fmt: skip
     assert {name for name, ops in loaded.items() if ops.attention_parts is None} == {"sdpa"}
-    assert "sdpa" not in select.WITH_PARTS and set(loaded) - {"sdpa"} < set(select.WITH_PARTS)
+    assert set(loaded) - set(WITHOUT_PARTS) < set(select.WITH_PARTS)
+    assert set(select.TABLE["attention"]) - set(select.WITH_PARTS) == set(WITHOUT_PARTS)
 
 
 # ---- cross-entropy, halves over a cut vocabulary
