@@ -52,7 +52,8 @@ def parse(layout: str) -> tuple[Parallel, int]:
     """The [parallel] section and the number of ranks of pp=2,virtual_stages=2,dp=2."""
     said = dict(part.split("=") for part in layout.split(","))
     dp = int(said.pop("dp", "1"))
-    parallel = Parallel.model_validate({k: int(v) if v.isdigit() else v == "true" or v for k, v in said.items()})
+    words = {"true": True, "false": False}
+    parallel = Parallel.model_validate({k: int(v) if v.isdigit() else words.get(v, v) for k, v in said.items()})
     return parallel, dp * parallel.tp * parallel.pp * parallel.cp
 
 
